@@ -152,15 +152,11 @@ def _chain(dot):
 @pytest.mark.slow
 @pytest.mark.parametrize("modes", ["ff", "fr", "rr", "rff", "frfr"])
 def test_nestings_of_forward_and_reverse_mode(modes):
-    def mixed(x, y):
-        return mpx.mixed_matmul(x, y, dtype="float16", out_dtype="float32")
+    mixed = partial(mpx.mixed_matmul, dtype="float16", out_dtype="float32")
 
     def derivative(f, modes):
         for mode in modes:
-            if mode == "f":
-                f = lambda z, f=f: jax.jvp(f, (z,), (jnp.ones_like(z),))[1]
-            else:
-                f = jax.grad(f)
+            f = jax.jacfwd(f) if mode == "f" else jax.grad(f)
         return f
 
     got = jax.jit(jax.vmap(derivative(_chain(mixed), modes)))(jnp.linspace(-1.0, 1.0, 5))
@@ -169,15 +165,6 @@ def test_nestings_of_forward_and_reverse_mode(modes):
         want = jax.vmap(derivative(exact, modes))(jnp.linspace(-1.0, 1.0, 5, dtype=jnp.float64))
     # Each order applies the chain rule to all products once more: the errors of its terms add up.
     _close(got, want, "float16", factor=4 * 2 ** len(modes))
-
-
-def test_operands_are_rounded_inside():
-    x = jnp.array([1.0 + 2.0**-12, 70000.0])
-    y = jnp.array([1.0, 0.0])
-    one = mpx.mixed_matmul(x[:1], y[:1], dtype="float16", out_dtype="float32")
-    assert float(one) == 1.0
-    assert not np.isfinite(mpx.mixed_matmul(x, y, dtype="float16", out_dtype="float32"))
-    assert float(mpx.mixed_matmul(x, y, dtype="float32")) == 1.0 + 2.0**-12
 
 
 # Matrix products and einsums
@@ -265,9 +252,7 @@ def test_sharded_by_jit(w_spec, kind):
         batched = jax.jit(jax.vmap(jax.grad(loss), in_axes=(None, 0)))(w, jnp.stack([x, -x]))
     _close(got, want, "float32", factor=64)
     assert got_w.dtype == jnp.float32
-    _close(got_w, want_w, "float16")
-    _close(got_x, want_x, "float16")
-    _close(batched[0], want_w, "float16")
+    _close((got_w, got_x, batched[0]), (want_w, want_x, want_w), "float16")
 
 
 def test_a_result_is_laid_out_as_its_caller_says():

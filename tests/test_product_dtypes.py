@@ -57,8 +57,7 @@ def _mixed(**options):
 
 @pytest.mark.slow
 def test_autocast_supplies_it():
-    half = "float16"
-    w, x = normal(0, (8, 8), 0.4), normal(1, (4, 8))
+    half, w, x = "float16", normal(0, (8, 8), 0.4), normal(1, (4, 8))
     fun = mpx.autocast(_mixed(), half)
     run = lambda f: jax.jit(lambda w, x: (f(w, x), jax.grad(scalar(f))(w, x)))(w, x)
     assert tree_allclose(run(fun), run(_mixed()), computed_in=half)
@@ -124,8 +123,7 @@ def test_jet_against_nested_derivatives():
 
     zero = jnp.zeros_like(x)
     _, got = jax.jit(lambda x: jet.jet(fun, (x,), ((v, zero, zero),)))(x)
-    want = []
-    along = fun
+    want, along = [], fun
     for _ in range(3):
         along = lambda x, f=along: jax.jvp(f, (x,), (v,))[1]
         want.append(along(x))
@@ -145,19 +143,19 @@ def test_jet_against_nested_derivatives():
     ],
 )
 def test_an_error_that_a_cast_led_to_names_the_mend(operation, half):
-    def loss(w, x):
-        return jnp.sum(operation(w * x).astype(jnp.float32))
-
-    policy = f"params=float32,compute={half},output=float32"
-    scaling, x = mpx.DynamicLossScaling(), jnp.ones(8)
+    loss = lambda w, x: jnp.sum(operation(w * x).astype(jnp.float32))
+    options, x = {"policy": f"params=float32,compute={half},output=float32"}, jnp.ones(8)
     with pytest.raises((TypeError, ValueError)) as caught:
-        mpx.filter_grad(loss, scaling, policy=policy)(x, x)
+        mpx.filter_grad(loss, mpx.DynamicLossScaling(), **options)(x, x)
     [note] = [n for n in caught.value.__notes__ if "mpx_pde" in n]
-    assert f"cast the arguments of this function to {half}" in note
-    assert "FullPrecision" in note
-    assert "autocast=True" in note
+    for told in (
+        f"cast the arguments of this function to {half}",
+        "FullPrecision",
+        "autocast=True",
+    ):
+        assert told in note
     # Which works.
-    mpx.filter_grad(loss, scaling, policy=policy, autocast=True)(x, x)
+    mpx.filter_grad(loss, mpx.DynamicLossScaling(), **options, autocast=True)(x, x)
 
 
 KEY = jax.random.key(0)
@@ -190,8 +188,7 @@ class _Two(eqx.Module):
 )
 @pytest.mark.parametrize("behind", BEHIND)
 def test_float32_beside_half_names_the_mend(behind, call):
-    half = "float16"
-    linear, x = eqx.nn.Linear(4, 32, key=KEY), jnp.ones(4)
+    half, linear, x = "float16", eqx.nn.Linear(4, 32, key=KEY), jnp.ones(4)
 
     def run(first):
         model = _Two(first, BEHIND[behind])
@@ -200,8 +197,8 @@ def test_float32_beside_half_names_the_mend(behind, call):
                 # The points are cast too, so that a layer must widen them again.
                 return mpx.cast_function(model, half)(x)
             loss = lambda model, x: jnp.mean(model(x).astype(jnp.float32) ** 2)
-            scaling = mpx.DynamicLossScaling()
-            return mpx.filter_grad(loss, scaling, keep_full=(False, True))(model, x)
+            options = {"keep_full": (False, True)}
+            return mpx.filter_grad(loss, mpx.DynamicLossScaling(), **options)(model, x)
 
     promotion = "strict" if behind == "strict" else "standard"
     wrong = [mpx.FullPrecision(linear, out_dtype="float32")]
