@@ -292,6 +292,9 @@ def test_mixed_inputs_come_back_in_the_widest_dtype():
     assert dtypes_inside(half, x=brain) == (["float32"] * 2, jnp.float32)
     # NumPy's float64 is float32 in JAX.
     assert dtypes_inside(np.ones(2)) == (["float32"], jnp.float32)
+    # Another dtype is that of the result itself: 1 + 2^-7 squared has more digits than bfloat16.
+    square = mpx.force_full_precision(lambda y: y * y, jnp.float32)
+    assert square(jnp.bfloat16(1 + 2.0**-7)) == (1 + 2.0**-7) ** 2
 
 
 def test_float64_stays_float64():
