@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import policy
+from helpers import assert_tells, policy
 
 import mpx_pde as mpx
 
@@ -21,14 +21,12 @@ CAST = {"keep_full": (False, True)}
 PLAIN = mpx.DynamicLossScaling()
 
 
-# A function that takes derivatives, and their order.
+THIRD = {"xxx": 1.0, "x": 1.0}
+# A way to take derivatives, and of which order they are.
 TAKEN = {
     "partials": (lambda fun: mpx.partials(fun, ["u", "u_xx"], **NAMES), 2),
     "laplacian": (lambda fun: mpx.laplacian(fun, **NAMES), 2),
-    "linear_operator": (
-        lambda fun: mpx.linear_operator(fun, {"a": {"xxx": 1.0, "x": 1.0}}, **NAMES),
-        3,
-    ),
+    "linear_operator": (lambda fun: mpx.linear_operator(fun, {"a": THIRD}, **NAMES), 3),
     "hessian": (mpx.derivatives.hessian, 2),
 }
 
@@ -54,9 +52,9 @@ def test_every_way_to_take_derivatives_is_told(name):
     taken, order = TAKEN[name]
     [text] = told(mpx.filter_grad(loss_of(taken), PLAIN, **CAST), MODEL, POINTS)
     assert text.startswith("`filter_grad` got a loss scaling alone, but the loss takes derivatives")
-    assert f"derivatives of order {order} by `{name}` in float16" in text
-    assert "mpx_pde.Scaling(loss=..., derivatives=mpx_pde.DerivativeScaling.per_direction(" in text
-    assert "forward='float32'" in text
+    mend = "mpx_pde.Scaling(loss=..., derivatives=mpx_pde.DerivativeScaling.per_direction("
+    order = f"derivatives of order {order} by `{name}` in float16"
+    assert_tells(text, order, mend, "forward='float32'")
 
 
 def test_every_transformation_tells_it_once_a_trace():
