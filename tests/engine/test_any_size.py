@@ -23,13 +23,8 @@ WAVES = jnp.sin(jnp.pi * jnp.outer(jnp.arange(1.0, 9.0), POINTS[:, 0])) / 64
 OPTIONS = {"forward": {"forward": "float32"}, "autocast": {"autocast": True}}
 
 
-def closed_over(y):
-    return lax.map(lambda wave: wave @ y, WAVES)
-
-
-def steps(c, weights):
-    return lax.scan(lambda c, w: (c + w @ c, None), c, weights)[0]
-
+closed_over = lambda y: lax.map(lambda wave: wave @ y, WAVES)
+steps = lambda c, weights: lax.scan(lambda c, w: (c + w @ c, None), c, weights)[0]
 
 # Functions of u_xx of chunks of points, and of parameters.
 OF_DERIVATIVES = {

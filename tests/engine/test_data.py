@@ -22,12 +22,8 @@ TURN = jax.random.orthogonal(KEY, 8)
 TOLERANCE = 2.0**-7
 
 
-def squared(x):
-    return jnp.mean((x - 1) ** 2)
-
-
-def mapped(model, rows):
-    return squared(jax.vmap(model)(rows))
+squared = lambda x: jnp.mean((x - 1) ** 2)
+mapped = lambda model, rows: squared(jax.vmap(model)(rows))
 
 
 def step_of(loss, **options):

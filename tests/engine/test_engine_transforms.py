@@ -36,9 +36,9 @@ def test_gradients_of_shares_are_those_of_the_whole():
     whole = lambda arrays, x: loss(eqx.combine(arrays, static), x)
     run = jax.jit(lambda *args: [jax.grad(f)(*args) for f in (shared(whole), whole)])
     got, want = run(arrays, points())
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        # Sums of some hundred float32 terms in another order. The last bias has no gradient.
-        assert np.linalg.norm(b) < 1e-6 or relative(a, b) < 1e-4
+    # float32 sums of some hundred terms in another order; the last bias has none.
+    close = lambda a, b: np.linalg.norm(b) < 1e-6 or relative(a, b) < 1e-4
+    assert jax.tree.all(jax.tree.map(close, got, want))
 
 
 def callback(p):
@@ -114,8 +114,7 @@ def test_the_report_names_what_is_nested():
     fun = lambda p: jnp.arctan2(p[0], jnp.cosh(p[1]))
     report = mpx.partials(fun, ["u_xy"], coords="xy", outputs="u").report(jnp.ones(2))
     (only,) = report.nested
-    assert only.primitive == "atan2"
-    assert "test_engine_transforms.py" in only.line
+    assert (only.primitive, only.line.rpartition(":")[0]) == ("atan2", __file__)
     assert "nested forward mode" in str(report)
 
 
@@ -196,9 +195,8 @@ def test_loops_whose_test_multiplies(standard_promotion):
         # Some ten roundings of values that grow to 3.
         np.testing.assert_allclose(half[name], value, atol=2.0**-5)
 
-    def residual(weights, x):
-        return jnp.mean((jnp.sum(x @ weights[2]) - jax.lax.stop_gradient(growing(weights, p))) ** 2)
-
+    stopped = lambda weights: jax.lax.stop_gradient(growing(weights, p))
+    residual = lambda weights, x: jnp.mean((jnp.sum(x @ weights[2]) - stopped(weights)) ** 2)
     step = mpx.filter_value_and_grad(residual, mpx.NoOpLossScaling(), forward="float32")
     value, _, _, grads = eqx.filter_jit(step)(weights, points())
     want, want_grads = jax.jit(jax.value_and_grad(residual))(weights, points())
@@ -224,11 +222,9 @@ def test_loops_with_a_result_of_which_the_loss_uses_the_derivative_alone():
         last, every = jax.lax.scan(carry, jnp.tanh(a[:, :2] @ p), None, length=3)
         return every.mean() * p[1] + jnp.sum((w @ last) ** 2)
 
-    def term(w):
-        d = mpx.partials(lambda p: network(w, p), ["u_x"], coords="xt", outputs="u")
-        return d(jnp.array([0.3, 0.4]))["u_x"]
-
-    want = jax.grad(lambda w: jax.grad(network, 1)(w, jnp.array([0.3, 0.4]))[0])(w)
+    p, names = jnp.array([0.3, 0.4]), {"coords": "xt", "outputs": "u"}
+    term = lambda w: mpx.partials(lambda p: network(w, p), ["u_x"], **names)(p)["u_x"]
+    want = jax.grad(lambda w: jax.grad(network, 1)(w, p)[0])(w)
     np.testing.assert_allclose(jax.grad(term)(w), want, rtol=1e-5, atol=1e-6)
 
 

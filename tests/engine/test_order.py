@@ -11,34 +11,17 @@ import mpx_pde as mpx
 from mpx_pde._order import summed_apart
 
 
-def in_full(weight, x):
-    return jnp.sum(jnp.sin(x * weight))
-
-
-def apart(weight, x):
-    return jnp.sum(jnp.sin(x * summed_apart(weight, x)))
-
-
-def total(f):
-    return lambda w, xs: jnp.sum(jax.vmap(f, (None, 0))(w, xs))
-
-
-def each(f):
-    return lambda w, xs: jnp.sum(jax.vmap(jax.grad(f), (None, 0))(w, xs), 0)
-
-
-def in_two(f):
-    return jax.grad(lambda w, xs: total(total(f))(w, xs.reshape(2, -1, xs.shape[-1])))
-
-
+in_full = lambda weight, x: jnp.sum(jnp.sin(x * weight))
+apart = lambda weight, x: in_full(summed_apart(weight, x), x)
+total = lambda f: lambda w, xs: jnp.sum(jax.vmap(f, (None, 0))(w, xs))
+halves = lambda xs: xs.reshape(2, -1, xs.shape[-1])
+both = lambda w: jnp.stack([w, 2 * w])
 ORDERS = {
     "gradient of a batch": lambda f: jax.grad(total(f)),
-    "batch of gradients": each,
+    "batch of gradients": lambda f: lambda w, xs: sum(jax.vmap(jax.grad(f), (None, 0))(w, xs)),
     "in a checkpoint": lambda f: jax.grad(total(jax.checkpoint(f))),
-    "two batches": in_two,
-    "networks too": lambda f: (
-        lambda w, xs: jax.vmap(jax.grad(total(f)), (0, None))(jnp.stack([w, 2 * w]), xs)
-    ),
+    "two batches": lambda f: jax.grad(lambda w, xs: total(total(f))(w, halves(xs))),
+    "networks too": lambda f: lambda w, xs: jax.vmap(jax.grad(total(f)), (0, None))(both(w), xs),
 }
 
 
@@ -67,10 +50,8 @@ def test_a_norm_s_weight_is_summed_over_points_by_itself():
 
     gradient = mpx.filter_grad(loss, mpx.DynamicLossScaling(1.0), forward="float32")
     program = eqx.filter_make_jaxpr(gradient)((layers, norms), normal(1, (8, 2)))[0]
-    written = [e for e in equations(program) if e.primitive.name == "written"]
-    assert [e.outvars[0].aval.shape for e in written if e.outvars[0].aval.dtype == jnp.float32] == [
-        (8, 16)
-    ]
+    written = [e.outvars[0].aval for e in equations(program) if e.primitive.name == "written"]
+    assert [x.shape for x in written if x.dtype == jnp.float32] == [(8, 16)]
 
 
 @pytest.mark.parametrize("forward", ["float32", "bfloat16_x3"])
