@@ -47,19 +47,17 @@ def test_a_half_dtype_of_a_layer_gives_way_to_full_precision(build, x):
     want = jax.vmap(full)(x)
     np.testing.assert_array_equal(jax.vmap(mpx.force_full_precision(half))(x), want)
     loss = lambda model, x: jnp.mean((jax.vmap(model)(x).astype(jnp.float32) - want) ** 2)
+    run = partial(mpx.filter_value_and_grad, loss, mpx.DynamicLossScaling())
     for options in ({"forward": "float32"}, {"use_mixed_precision": False}):
-        run = mpx.filter_value_and_grad(loss, mpx.DynamicLossScaling(), **options)
-        value, _, _, grads = run(half, x)
+        value, _, _, grads = run(**options)(half, x)
         assert value == mpx.global_norm(grads) == 0
     run = mpx.filter_grad(loss, mpx.DynamicLossScaling(), forward="float32")
     with pytest.warns(mpx.PrecisionWarning, match=" 0% of the work"):
         eqx.filter_eval_shape(run, mpx.FullPrecision(half), x)
     if build.func is not nn.CoordinateMLP:  # which takes no split products
         split = build(key=jax.random.key(0), dtype="bfloat16_x3")
-        run = mpx.filter_value_and_grad(loss, mpx.DynamicLossScaling(), forward="float32")
-        assert run(split, x)[0] == 0
-    halved = mpx.filter_value_and_grad(loss, mpx.DynamicLossScaling(), keep_full=True)
-    assert halved(half, x)[0] > 0
+        assert run(forward="float32")(split, x)[0] == 0
+    assert run(keep_full=True)(half, x)[0] > 0
     options = {"keep_full": True, "against": "full", "micro_batches": 1}
     floor = mpx.precision_floor(loss, mpx.DynamicLossScaling(), **options)
     assert floor(half, x).gradient > 0.5
@@ -112,9 +110,8 @@ def test_second_derivatives_and_laplacian(name):
 
 @pytest.mark.slow
 def test_shapes_and_dtypes():
-    model = make("scalar")
-    assert model(points()[0]).shape == ()
-    half = mpx.cast_to_float16(model)
+    half = mpx.cast_to_float16(make("scalar"))
+    assert half(points()[0]).shape == ()
     assert half(points()[0]).dtype == jnp.float16
     assert half.first.module.weight.dtype == jnp.float32
     assert half.hidden[0].weight.dtype == jnp.float16
