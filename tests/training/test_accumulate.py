@@ -47,23 +47,19 @@ def test_one_scale_one_flag_one_adjustment(period):
     x = jnp.array([[1.0], [3.0], [0.5], [4.0]])
     scaling = scaler(4, period=period)
     value, adjusted, finite, grads = accumulated(mean_product, scaling, 4)(jnp.ones(1), x)
-    assert finite.shape == ()
-    assert finite
-    # The adjusted scale is not used, and the scale grew once, not four times.
-    assert tree_equal_bits((value, grads), (jnp.float32(2.125), jnp.array([2.125])))
-    assert adjusted.loss_scaling == 2.0 ** (4 + (period == 1))
-    assert adjusted.counter == (0 if period == 1 else 1)
+    # Not by the adjusted scale; and the scale grew once, not four times.
+    want = jnp.float32(2.125), jnp.array(True), jnp.array([2.125])
+    assert tree_equal_bits((value, finite, grads), want)
+    grown = (2.0**5, 0) if period == 1 else (2.0**4, 1)
+    assert (adjusted.loss_scaling, adjusted.counter) == grown
     assert avals(adjusted) == avals(scaling)
 
 
 def test_an_overflow_in_one_micro_batch_skips_the_window():
     x = jnp.ones((4, 2)).at[2, 1].set(6e4)
     value, adjusted, finite, grads = accumulated(mean_product, scaler(4), 4)(jnp.ones(2), x)
-    assert not finite
-    assert adjusted.loss_scaling == 2.0**3
-    assert adjusted.skipped_steps == 1
-    assert grads[0] == 1.0
-    assert grads[1] == jnp.inf
+    assert (finite, adjusted.loss_scaling, adjusted.skipped_steps) == (False, 2.0**3, 1)
+    assert tree_equal_bits(grads, jnp.array([1.0, jnp.inf]))
     assert jnp.isfinite(value)
 
 
@@ -104,12 +100,8 @@ def test_each_device_has_its_part_of_every_micro_batch(kind):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
     model = eqx.nn.MLP(2, 1, 24, 1, key=jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (64, 2))
-
-    def loss(model, x):
-        return jnp.mean(jax.vmap(model)(x) ** 2)
-
-    scaling = mpx.DynamicLossScaling(2.0**8)
-    accumulated = mpx.filter_accumulated_value_and_grad(loss, scaling, 4)
+    loss = lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2)
+    accumulated = mpx.filter_accumulated_value_and_grad(loss, mpx.DynamicLossScaling(2.0**8), 4)
     want = accumulated(model, x)
     whole, rows = (NamedSharding(mesh, spec) for spec in (P(), P("data")))
     here = eqx.filter_shard(model, whole), jax.device_put(x, rows)
@@ -148,14 +140,12 @@ def test_keys_scalars_states_and_keywords_are_passed_whole():
     scalar, numpy, text = jnp.float32(2.0), np.arange(4.0, dtype=np.float32), "text"
     c = jnp.ones(3)
     outs, kwargs = splits(0, key, state, scalar, numpy, text, c=c)
-    key_out, state_out, scalar_out, numpy_out, none = outs
+    key_out, state_out, *rest = outs
     assert tree_equal_bits(key_out, jnp.stack([key, key]))
     assert tree_equal_bits(jtu.tree_leaves(state_out), [jnp.ones((2, 3))])
-    assert tree_equal_bits(scalar_out, jnp.full(2, 2.0))
-    assert tree_equal_bits(numpy_out, jnp.arange(4.0).reshape(2, 2).T)
-    assert none is None
-    assert tree_equal_bits(kwargs, {"c": jnp.ones((2, 3))})
-    old = jax.random.PRNGKey(0)  # beside a longer batch; otherwise it may be a batch
+    want = [jnp.full(2, 2.0), jnp.arange(4.0).reshape(2, 2).T, None]
+    assert tree_equal_bits((rest, kwargs), (want, {"c": jnp.ones((2, 3))}))
+    old = jax.random.PRNGKey(0)  # beside a longer batch; else it may be one
     (_, beside), _ = splits(0, jnp.ones((4, 2)), old)
     assert tree_equal_bits(beside, jnp.stack([old, old]))
     (_, alone), _ = splits(0, jnp.ones((2, 2)), old)
@@ -188,8 +178,7 @@ def test_aux_is_stacked_and_in_the_output_dtype():
     ]:
         (value, aux), _, _, _ = accumulated(loss, scaler(4), 3, True, **options)(jnp.ones(1), x)
         assert value == 2.5
-        assert tree_equal_bits(aux["max"], jnp.array([3.0, 4.0, 5.0], dtype))
-        assert tree_equal_bits(aux["n"], jnp.array([2, 2, 2]))
-        # The same as without accumulation.
-        assert aux["static"] == (None, "text", jnp.tanh, 2, 1.5)
-        assert tree_equal_bits(aux["x"], [x.reshape(2, 3, 1).swapaxes(0, 1).astype(dtype)])
+        want = {"max": jnp.array([3.0, 4.0, 5.0], dtype), "n": jnp.array([2, 2, 2])}
+        want["x"] = [x.reshape(2, 3, 1).swapaxes(0, 1).astype(dtype)]
+        # As without accumulation.
+        assert tree_equal_bits(aux, want | {"static": (None, "text", jnp.tanh, 2, 1.5)})

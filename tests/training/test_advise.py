@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import HALVES, relative
+from helpers import HALVES, assert_tells, relative
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mpx_pde as mpx
@@ -40,21 +40,15 @@ def test_it_tells_the_error_of_each_gradient(advice):
         *_, grads = eqx.filter_jit(run)(network(), X)
         # XLA sums in another order.
         assert row.error == pytest.approx(relative(grads, want), rel=0.02, abs=1e-6)
-        assert row.finite
-        assert row.failed is None
+        assert (row.finite, row.failed) == (True, None)
     half = [row.half_share for row in advice.rows]
-    assert half[0] == 0
-    assert half[3] == half[4] == 1
-    assert 0 < half[1] == half[2] < 1
+    assert 0 == half[0] < half[1] == half[2] < half[3] == half[4] == 1
     errors = [row.error for row in advice.rows]
-    assert errors[0] == 0
-    assert errors[1] < errors[2] < errors[4]
+    assert 0 == errors[0] < errors[1] < errors[2] < errors[4]
     assert errors[3] < errors[4]
     assert advice.rows[4].scaling.loss_scaling == 1
     assert (advice.examples, advice.width, advice.reference) == (16, 3, "float32")
-    shown = str(advice)
-    assert all(name in shown for name in NAMES)
-    assert advice.call in shown
+    assert_tells(str(advice), *NAMES, advice.call)
     assert advice.choice in advice.rows
 
 
@@ -78,8 +72,7 @@ def test_memory_is_that_of_the_program_and_grows_with_the_batch(advice):
         assert found.examples == 16
         assert found.rows[0].memory_per_example is not None
     whole = mpx.advise(lambda m, x, y: fit(m, x) + jnp.sum(y))(network(), X, jnp.ones(5))
-    assert whole.rows[0].memory_per_example is None
-    assert whole.examples is None
+    assert (whole.rows[0].memory_per_example, whole.examples) == (None, None)
 
 
 @pytest.mark.slow

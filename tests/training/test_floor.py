@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import in_float64, policy, relative
+from helpers import assert_tells, in_float64, policy, relative
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -88,10 +88,8 @@ def test_the_table_and_the_verdict():
     args = (MODEL, POINTS, targets(3e-3))
     options = {"policy": policy("bfloat16"), **OPTIONS["half"]}
     floor = mpx.precision_floor(pde, mpx.StaticLossScaling(1.0), **options)(*args)
-    text = str(floor)
-    assert "bfloat16 against forward='float32'" in text
-    assert "% of your" in text
-    assert text.splitlines()[-1].endswith("go on with forward='float32'.")
+    assert_tells(str(floor), "bfloat16 against forward='float32'", "% of your")
+    assert str(floor).endswith("go on with forward='float32'.")
     assert set(floor.terms) == {"u", "u_xx"}
     paths = {".hidden[0].weight", ".last.bias", ".first.module.weight"}
     assert paths <= set(floor.parameters)
@@ -114,19 +112,15 @@ def test_shares_read_as_numbers(error, told):
 
 @pytest.mark.slow
 def test_noise_is_the_standard_error_of_the_batch():
-    def loss(model, x):
-        return jnp.mean((x @ model - 1) ** 2)
-
-    x = jax.random.normal(jax.random.key(2), (64, 4))
-    model = jnp.ones(4)
+    loss = lambda model, x: jnp.mean((x @ model - 1) ** 2)
+    x, model = jax.random.normal(jax.random.key(2), (64, 4)), jnp.ones(4)
     floor = mpx.precision_floor(loss, mpx.NoOpLossScaling(), micro_batches=8)(model, x)
     grads = np.stack([jax.grad(loss)(model, x[i::8]) for i in range(8)])
     want = np.sqrt(np.sum(np.var(grads, axis=0, ddof=1)) / 8) / np.linalg.norm(grads.mean(0))
     # The gradients are in float16, including that of the batch.
     np.testing.assert_allclose(floor.noise, want, rtol=0.02)
-    for given, batch in [({"micro_batches": 1}, {}), ({}, {"x": x})]:
-        ask = mpx.precision_floor(loss, mpx.NoOpLossScaling(), **given)
-        none = ask(model, **batch) if batch else ask(model, x)
+    for given, args, named in [({"micro_batches": 1}, [x], {}), ({}, [], {"x": x})]:
+        none = mpx.precision_floor(loss, mpx.NoOpLossScaling(), **given)(model, *args, **named)
         assert math.isnan(none.noise)
         assert "nan" not in str(none)
 
@@ -178,10 +172,9 @@ def test_float32_against_float64():
         assert "float32 against float64" in str(floor)
         assert floor.gradient.dtype == jnp.float64
         wide = mpx.precision_floor(pde, None, use_mixed_precision=False)(*in_float64(args))
-        assert wide.precision == "float64"
-        assert not wide.reached
-        np.testing.assert_allclose(floor.gradient, want, rtol=0.5)  # fused in another way
-        # Terms in float64 meet targets in float32.
+        assert (wide.precision, wide.reached) == ("float64", False)
+        np.testing.assert_allclose(floor.gradient, want, rtol=0.5)  # fused otherwise
+        # Terms of float64 meet targets of float32.
         with jax.numpy_dtype_promotion("standard"):
             options = {"policy": policy("float32"), "forward": "float64", "micro_batches": 1}
             same = mpx.precision_floor(pde, mpx.NoOpLossScaling(), **options)(*args)
@@ -192,6 +185,5 @@ def test_what_overflows_has_no_floor():
     loss = lambda model, x: jnp.mean((x @ model) ** 2)
     x = jnp.full((4, 2), 300.0)
     floor = mpx.precision_floor(loss, mpx.StaticLossScaling(1.0))(jnp.ones(2), x)
-    assert not floor.finite
-    assert not floor.reached
+    assert (floor.finite, floor.reached) == (False, False)
     assert "overflow" in floor.verdict

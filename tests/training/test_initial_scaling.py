@@ -29,9 +29,8 @@ def start():
     """Returns a network of coordinates in units of 1/600. u_xx is beyond float16."""
     mlp = mpx.nn.CoordinateMLP(1, 1, 16, 2, key=jax.random.key(0))
     units = eqx.nn.Lambda(lambda p: 600.0 * p), eqx.nn.Lambda(lambda u: 30.0 * u)
-    return eqx.nn.Sequential([units[0], mlp, units[1]]), mpx.Scaling(
-        derivatives=mpx.DerivativeScaling.per_direction("x", order=2)
-    )
+    scaling = mpx.Scaling(derivatives=mpx.DerivativeScaling.per_direction("x", order=2))
+    return eqx.nn.Sequential([units[0], mlp, units[1]]), scaling
 
 
 def batches():
@@ -72,10 +71,8 @@ def test_a_scale_falls_fast_until_a_step_has_been_taken():
     at_floor = mpx.DynamicLossScaling(2.0**2, min_loss_scaling=1.0)
     assert f(at_floor, 8.0 * HARD).loss_scaling == 1.0
     assert f(mpx.DynamicLossScaling(counter=5), HARD).loss_scaling == 2.0**14
-    wide = mpx.DynamicLossScaling(2.0**15, factor=2**6)
-    assert f(wide, HARD).loss_scaling == 2.0**9
-    static = mpx.StaticLossScaling(2.0**15)
-    assert f(static, HARD).loss_scaling == 2.0**15
+    assert f(mpx.DynamicLossScaling(2.0**15, factor=2**6), HARD).loss_scaling == 2.0**9
+    assert f(mpx.StaticLossScaling(2.0**15), HARD).loss_scaling == 2.0**15
 
 
 @pytest.mark.slow
@@ -171,31 +168,21 @@ def test_a_derivative_beside_a_far_larger_one_is_told(warns):
 
 
 def test_a_gradient_of_zero_asks_for_no_scale():
-    """For a loss with weight 0 the scale rose to 2^126, and later 107 steps were skipped."""
-    scaling = mpx.DynamicLossScaling(2.0**12)
-    loss = lambda w, weight: weight * jnp.sum(w**2)
-    found = mpx.initial_scaling(loss, scaling, forward="float32")(jnp.ones(3), jnp.zeros(()))
-    assert found.loss_scaling == 2.0**12
-
-    def only_in_half(w, weight):
-        add = lambda total, x: (total + x, None)
-        return jax.lax.scan(add, jnp.zeros((), jnp.float16), weight * w)[0]
-
-    found = mpx.initial_scaling(only_in_half, scaling)(jnp.ones(3), jnp.zeros(()))
-    assert found.loss_scaling == 2.0**12
+    """A loss without a weight yet: the scale came to 2^126, and later 107 steps were skipped."""
+    in_full = lambda w, weight: weight * jnp.sum(w**2)
+    zero, add = jnp.zeros((), jnp.float16), lambda total, x: (total + x, None)
+    only_in_half = lambda w, weight: jax.lax.scan(add, zero, weight * w)[0]
+    for loss, options in ((in_full, {"forward": "float32"}), (only_in_half, {})):
+        find = mpx.initial_scaling(loss, mpx.DynamicLossScaling(2.0**12), **options)
+        assert find(jnp.ones(3), jnp.zeros(())).loss_scaling == 2.0**12
 
 
 def test_a_loss_in_full_has_no_cap_of_half_precision():
     """A loss of 1e-12 lost its gradient in float16 without a warning."""
     model, x = eqx.nn.MLP(1, 1, 8, 1, jnp.tanh, key=jax.random.key(0)), batches()[0]
-
-    def loss(model, x):
-        return 1e-12 * jnp.mean((jax.vmap(model)(x) - 1) ** 2)
-
-    want = eqx.filter_grad(loss)(model, x)
-    scaling = mpx.initial_scaling(loss, mpx.DynamicLossScaling(period=1), forward="float32")(
-        model, x
-    )
+    loss = lambda model, x: 1e-12 * jnp.mean((jax.vmap(model)(x) - 1) ** 2)
+    want, start = eqx.filter_grad(loss)(model, x), mpx.DynamicLossScaling(period=1)
+    scaling = mpx.initial_scaling(loss, start, forward="float32")(model, x)
     assert scaling.loss_scaling > 2.0**30
     after, finite, grads = mpx.filter_grad(loss, scaling, forward="float32")(model, x)
     assert finite

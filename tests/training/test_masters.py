@@ -60,11 +60,11 @@ def test_kahan_keeps_what_rounding_takes():
     grads = jtu.tree_map(lambda p: jnp.full_like(p, -(2.0**-12)), model)
     update = lambda m, s: mpx.optimizer_update(m, optimizer, s, grads, True, master="kahan")
     update = jax.jit(update)
-    # A state without residues is accepted as well.
-    for i in range(64):
+    # A state without residues is taken as well.
+    for i in range(1, 65):
         model, state = update(model, state)
         total = model["w"].astype(jnp.float32) + state.residue["w"].astype(jnp.float32)
-        np.testing.assert_allclose(total, 1 + (i + 1) * 2.0**-12, rtol=2**-15)
+        np.testing.assert_allclose(total, 1 + i * 2.0**-12, rtol=2**-15)
     assert model["w"].dtype == jnp.bfloat16
     np.testing.assert_allclose(model["full"], 1 + 64 * 2.0**-12)
     assert state.residue["full"] is None
@@ -154,13 +154,12 @@ def test_copies_are_rounded_alike_and_parts_independently(tracked, master, key):
     # Kahan's sums leave the momentum, which is also in half, to random rounding.
     specs = layout(model), layout(state), layout(grads)
     sharded = over_devices(update, 4, specs, specs[:2], check_vma=tracked)
-    model, state = jax.jit(sharded)(model, state, grads)
-    model, state = jax.jit(sharded)(model, state, grads)
+    for _ in range(2):
+        model, state = jax.jit(sharded)(model, state, grads)
     for x in jtu.tree_leaves((model, state)):
-        if x.ndim == 1:
-            copies = [np.asarray(shard.data).tobytes() for shard in x.addressable_shards]
-            assert len(set(copies)) == 1
-    # Without JAX's marks and with the same key on all devices, parts cannot be told from copies.
+        copies = {np.asarray(shard.data).tobytes() for shard in x.addressable_shards}
+        assert x.ndim > 1 or len(copies) == 1
+    # Of a key that is the same on all devices nothing tells parts from copies without JAX's marks.
     if master == "stochastic" and (tracked or key is None):
         up = np.asarray(model["split"] > 1, np.float32)
         assert np.all(np.abs(np.corrcoef(up)[np.triu_indices(4, 1)]) < 4 / 512**0.5)
