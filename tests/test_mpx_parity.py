@@ -63,9 +63,7 @@ def test_return_orders(mixed):
     w, with_aux = jnp.ones(2), lambda w: (jnp.sum(w), {"double": 2 * w})
     for func, has_aux in ((jnp.sum, False), (with_aux, True)):
         options = func, scaling, has_aux, mixed
-        *three, aux = (
-            mpx.filter_grad(*options)(w) if has_aux else (*mpx.filter_grad(*options)(w), {})
-        )
+        *three, aux = [*mpx.filter_grad(*options)(w), *[{}] * (not has_aux)]
         value, *rest = mpx.filter_value_and_grad(*options)(w)
         raw, grads = mpx.calculate_scaled_grad(*options)(w)
         if has_aux:
