@@ -261,7 +261,8 @@ def test_keywords_of_any_name_reach_the_function(transform, mixed):
         assert set(kwargs) == set(names)
         return jnp.sum(w)
 
-    call = transform(loss, scaler(4), use_mixed_precision=mixed)
+    call, other = (transform(loss, scaler(4), use_mixed_precision=mixed) for _ in range(2))
+    assert call != other  # by identity, as functions: scalings hold arrays
     grads = call(jnp.ones(2), **{name: jnp.ones(2) for name in names})[-1]
     factor = 16 if transform is mpx.calculate_scaled_grad and mixed else 1
     assert tree_equal_bits(grads.astype(jnp.float32), jnp.full(2, 1.0 * factor))
