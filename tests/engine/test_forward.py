@@ -92,10 +92,10 @@ def evaluated(loss, model, batch, half, forward="float32", scaling=SCALING):
 
 
 def assert_nearly(loss, model, batch, half, rtol=2.0**-21, least=2.0**-20, scaling=SCALING):
-    """The value is that of float32, and the gradient that of a backward pass in half."""
+    """Checks that the value is float32's and the gradient that of a half backward pass."""
     want, want_grads = eqx.filter_jit(eqx.filter_value_and_grad(loss))(model, batch)
     value, grads = evaluated(loss, model, batch, half, scaling=scaling)
-    # The same operations; XLA may fuse a sum in another order.
+    # The operations are the same, but XLA may fuse a sum in another order.
     np.testing.assert_allclose(value, want, rtol=rtol)
     assert jax.tree.structure(grads) == jax.tree.structure(want_grads)
     assert least <= relative(grads, want_grads) < TOLERANCES[half]
