@@ -104,8 +104,11 @@ class AbstractStrategy(abc.ABC):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Returns the kind, the names of the scalers and the order, for `scaling_options`."""
-        return {"kind": self.kind, "names": list(self.names), "order": self.order}
+        """Returns the kind, the names of the scalers and of the rows, and the order, for
+        `scaling_options`.
+        """
+        names = {"names": list(self.names), "rows": list(self.row_names)}
+        return {"kind": self.kind, **names, "order": self.order}
 
     def row_of(self, term: str, named: Sequence[str], call: str) -> int:
         """Returns the row of a term, which is the derivative in the `named` coordinates."""

@@ -65,9 +65,13 @@ def test_options_go_through_json():
 def test_options_of_derivative_scalings(make, want):
     scaling = make(mpx.DerivativeScaling)
     [options] = mpx.scaling_options(scaling).values()
-    assert {name for name in options if "." not in name} == {"type", "kind", "names", "order"}
+    names = {name for name in options if "." not in name}
+    assert names == {"type", "kind", "names", "rows", "order"}
     assert (options["type"], options["rule.margin"]) == ("DerivativeScaling", 6)
     assert (options["kind"], options["names"], options["order"]) == want
+    with pytest.raises(ValueError, match="rows was"):
+        other = mpx.DerivativeScaling.per_direction("xt", order=2, terms=["u_x"])
+        mpx.check_scaling_options({"": options}, other)
     copied = pickle.loads(pickle.dumps(scaling))
     assert eqx.tree_equal(copied, scaling)
     # Static parts are compared and hashed, so that a step is compiled once.
