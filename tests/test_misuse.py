@@ -250,7 +250,7 @@ TYPE_ERRORS = {
     "`DerivativeScaling` … got a `Scaling`": lambda: partials(["u"], scaling=BOTH),
     "unknown options speed": lambda: DS.per_order(2, speed=1),
     "`scaled_vjp` … shape": lambda: mpx.scaled_vjp(jnp.sin, W, scale=jnp.ones(2)),
-    "`grad` takes a floating-point point, but got int32": lambda: d_grad(jnp.multiply)(2, 3.0),
+    "`grad` … floating-point … argument 1 is int32": lambda: d_grad(jnp.multiply, (0, 1))(3.0, 2),
     "`telemetry` … `DerivativeScaling`": lambda: derivatives.telemetry(mpx.NoOpLossScaling()),
     **{
         f"`{name}` … {says}": lambda f=name, n=n, x=x: getattr(derivatives, f)(total, n)(x)

@@ -139,6 +139,12 @@ def _places(args: tuple, used: Sequence[int], call: str) -> dict[int, tuple[int,
                 f"coordinates of one point, but the argument {i} is {got}. For many points use "
                 "`jax.vmap`; for the gradient of a loss in the parameters, `mpx_pde.filter_grad`."
             )
+        dtype = jnp.result_type(x)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(
+                f"`{call}` takes a floating-point point, but its argument {i} is {dtype.name}. "
+                "Convert integers by `.astype(float)`."
+            )
         places[i] = tuple(range(start, start + np.size(x)))
         start += np.size(x)
     return places

@@ -91,7 +91,7 @@ def initial_scaling(
 
     **Raises:** as [`mpx_pde.filter_value_and_grad`][]; `TypeError` inside of `jax.jit`, `jax.vmap`
     and `jax.shard_map`, since it looks at values (arrays may be sharded); `ValueError` where the
-    gradient is finite at no scale.
+    gradient is finite at no scale, or the error of `equinox.error_if` that no scale prevents.
     """
     given = use_mixed_precision, policy, keep_full, autocast, forward
     return transformed(_CALL, _run, func, scaling, has_aux, *given)
@@ -152,12 +152,23 @@ def _run(gradient: Gradient, args: tuple, kwargs: dict) -> Any:
     if not float16 or not isinstance(start, DynamicLossScaling | Scaling):
         return start
 
+    raised = []
+
     def evaluate(exponents: np.ndarray) -> _Evaluated:
         present = with_fields(gradient, scaling=_with_exponents(start, exponents))
-        return _evaluate(present, *copied((args, kwargs)))
+        try:
+            return _evaluate(present, *copied((args, kwargs)))
+        except eqx.EquinoxRuntimeError as error:
+            # A check in the program, such as that of a linear solver, may be of an overflow.
+            raised.append(error)
+            adjusted = present.scaling.adjust(jnp.array(False))
+            return _Evaluated(jnp.array(True), adjusted, jnp.array(False), None)
 
     cap = default_cap(options.precisions, options.compute_dtype)
-    exponents, found = _found(start, evaluate, cap)
+    try:
+        exponents, found = _found(start, evaluate, cap)
+    except NoScaleError as error:
+        raise raised[-1] if raised else error from None
     if _is_zero(found.grads) and not _is_zero_in_float32(gradient, args, kwargs):
         warn_user(
             f"`{_CALL}` finds a gradient that is zero at every scale, but not in float32. In "
