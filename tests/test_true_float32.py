@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import equations, policy
+from helpers import equations, in_float64, policy
 
 import mpx_pde as mpx
 
@@ -160,6 +160,8 @@ def test_forward_in_tf32_tells_of_derivative_terms():
     step = mpx.filter_grad(pde, mpx.NoOpLossScaling(), forward="tensorfloat32")
     with pytest.warns(mpx.PrecisionWarning, match="derivative terms"):
         eqx.filter_eval_shape(step, MODEL, POINTS)
+    with jax.enable_x64(True):  # float64 stays float64
+        eqx.filter_eval_shape(step, *in_float64((MODEL, POINTS)))
 
 
 def test_tf32_under_a_line_search_is_told(on_a_gpu):

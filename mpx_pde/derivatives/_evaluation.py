@@ -271,7 +271,8 @@ class Evaluation:
 
         **Raises:** `TypeError` for coordinates that are passed one by one, as `others`.
         """
-        if _multiplies_tensorfloat32():
+        wide = getattr(point, "dtype", None) == jnp.float64
+        if _multiplies_tensorfloat32() and not wide:
             warn_of_tensorfloat32(self._call, "derivative terms")
         value, streams, lost = self._propagated(point, others)
         blamed = self._blamed(lost)

@@ -125,13 +125,14 @@ def filter_value_and_grad(
         the backward pass. `"float32"` (true float32: products take the highest precision), a split
         product (`"bfloat16_x3"`, `"bfloat16_x6"`, `"bfloat16_x9"`, `"tensorfloat32_x3"`),
         `"tensorfloat32"` and `"float64"` evaluate the loss and the derivatives in it in that
-        precision. The products of the backward pass, and the values kept for it, are in the
-        compute dtype of the policy (which may be float32 under `"float64"`). The value is that of
-        the full evaluation. The error of the gradient is relative to the gradient: it vanishes as
-        the residual does (see *Full-precision answers* in the documentation). Nothing is cast
-        beforehand, with or without `autocast=True`. The floating-point arrays of the first
-        argument count as parameters, all others as data. Values that depend on data alone are
-        computed once, in full precision; a product of such a value with the model rounds it.
+        precision, but float64 arrays in float64. The products of the backward pass, and the values
+        kept for it, are in the compute dtype of the policy (which may be float32 under
+        `"float64"`). The value is that of the full evaluation. The error of the gradient is
+        relative to the gradient: it vanishes as the residual does (see *Full-precision answers* in
+        the documentation). Nothing is cast beforehand, with or without `autocast=True`. The
+        floating-point arrays of the first argument count as parameters, all others as data. Values
+        that depend on data alone are computed once, in full precision; a product of such a value
+        with the model rounds it.
 
     **Returns:**
 
