@@ -127,7 +127,7 @@ def first_difference(wanted: PyTree, given: PyTree) -> str | None:
     try:
         jtu.tree_map(lambda *_: None, wanted, given)
     except ValueError as e:
-        return f"a node is another than it should be ({' '.join(str(e).split())})"
+        return f"a node differs ({' '.join(str(e).split())})"
     return None
 
 

@@ -352,7 +352,7 @@ VALUE_ERRORS = {
     # Optimizers, and what goes between devices.
     "same structure … ['b'] it has None … `eqx.combine`": lambda: update_tree(b=None),
     "same structure … ['n']": lambda: update_tree(n=jnp.ones(2)),
-    "a node is another … list … tuple": lambda: update(SGD.init((W,)), SGD, (W,), [W]),
+    "a node differs … list … tuple": lambda: update(SGD.init((W,)), SGD, (W,), [W]),
     "['b'] … (2, 1) … (2,) … of this model": lambda: update_tree(b=jnp.ones((2, 1))),
     "`optimizer_state` … [0].count … optimizer.init(": lambda: update(SGD.init(W)),
     "[0].mu it has float32[1] … should be float32[3]": lambda: update(ADAM.init(jnp.ones(1))),
@@ -449,7 +449,7 @@ VALUE_ERRORS = {
     "`PrecisionLadder` … number as `tolerance`": (lambda x: LADDER(tolerance=x), [float("nan"), 0]),
     "positive integer as `interval`": lambda: LADDER(interval=0.5),
     "'half', 'tensorfloat32' … as `rungs`, but got 'float8'": lambda: LADDER(("half", "float8")),
-    "after 'float32' comes 'half' … ('half', 'float32')": lambda: LADDER(("float32", "half")),
+    "'half', which follows 'float32' … ('half', 'float32')": lambda: LADDER(("float32", "half")),
     "not above it": lambda: LADDER(("half", "half")),
     "tuple of names": (lambda x: LADDER(x), ["half", (), 3]),
     # At the first step, and not hundreds of steps later.

@@ -91,9 +91,9 @@ class _Autocast(AbstractWrapper):
         if report and report.rounded:
             warn_user(
                 "`autocast` computes in float32 what `full` asks for, but the function itself "
-                "holds the result in half precision, as what it returns, what a loop carries or "
-                f"another half than autocast's, and it is rounded: {'; '.join(report.rounded)}. "
-                "Cast it to float32 there, or pass `out_dtype=jnp.float32` to the mixed product."
+                "holds these results in half precision (it returns them, a loop carries them, or "
+                f"their half type is another), so they are rounded: {'; '.join(report.rounded)}. "
+                "Cast them to float32 there, or pass `out_dtype=jnp.float32` to the mixed product."
             )
         return out
 

@@ -44,9 +44,9 @@ def _check_scaling(scaling: Any, scale_in_params: Any, call: str) -> None:
     moves = not isinstance(scaling, StaticLossScaling | NoOpLossScaling)
     if moves and scale_in_params is None:
         raise ValueError(
-            f"`{call}` needs `scale_in_params`, where the loss finds the scale of the step, with "
-            f"a {type(scaling).__name__}. Or take a `StaticLossScaling`, and multiply the loss by "
-            "its number."
+            f"`{call}` with a {type(scaling).__name__} needs `scale_in_params`, where the loss "
+            "reads the scale of the step. Or pass a `StaticLossScaling`, and multiply the loss by "
+            "its scale."
         )
 
 

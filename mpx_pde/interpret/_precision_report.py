@@ -114,8 +114,8 @@ class PrecisionReport:
         if any(row.tensorfloat32 for row in self.rows):
             lines.append(
                 f"{_MARK.strip()} for {100 * self.tensorfloat32_share:.0f}% of the work: a GPU "
-                "multiplies it in TF32, a TPU in bfloat16. Float32 is what "
-                '`jax.default_matmul_precision("highest")` around it makes of it.'
+                "multiplies it in TF32, a TPU in bfloat16. "
+                '`jax.default_matmul_precision("highest")` around it makes it float32.'
             )
         lines += [f"{line}: a loop of unknown length, counted once" for line in self.loops]
         return "\n".join(lines)
@@ -247,22 +247,23 @@ def warn_of_tensorfloat32(call: str, what: str) -> None:
     number = "bfloat16" if jax.default_backend() == "tpu" else "TF32"
     warn_user(
         f"`{call}`: {what} in float32 are multiplied in {number} here, which keeps 3 of float32's "
-        "7 digits, or fewer. Trainings that end in small differences of large terms have failed of "
-        'that. Take `with jax.default_matmul_precision("highest"):` around it, or '
-        "`forward='float32'`; if this is meant, filter `mpx.PrecisionWarning`."
+        "7 digits, or fewer. It has ruined trainings that end in small differences of large terms. "
+        'Put `with jax.default_matmul_precision("highest"):` around it, or pass '
+        "`forward='float32'`. If it is meant, filter `mpx.PrecisionWarning`."
     )
 
 
 OF_CASTS = (
-    "One float32 operand makes a product, and all that follows it, float32: where a layer in "
-    "`FullPrecision` (or one that gets float32 points) hands its float32 result on, wrap it as "
-    '`FullPrecision(layer, out_dtype="half")`; or pass `autocast=True`, which decides by operation.'
+    "A product with one float32 operand is float32, and so is all that follows it. Wrap a layer "
+    "that returns float32 (in `FullPrecision`, or because it gets float32 points) as "
+    '`FullPrecision(layer, out_dtype="half")`, or pass `autocast=True`, which decides by operation.'
 )
 
 OF_FORWARDS = (
-    "With `forward=` that is the forward pass, the loss, the first layer, what `FullPrecision` "
-    "holds, functions with derivatives of their own, and what JAX differentiates of `partials` and "
-    "its kin: ask these for all orders. A small network has little else, and gains nothing by half."
+    "With `forward=` these stay in full: the forward pass, the loss, the first layer, what "
+    "`FullPrecision` holds, functions with derivatives of their own, and derivatives that JAX "
+    "takes of `partials` and its kin (ask these for all orders). A small network has little else, "
+    "and gains nothing from half."
 )
 
 OF_AUTOCAST = (

@@ -101,10 +101,10 @@ def _fix(row: Row, report: RangeReport) -> str:
                 f"the dtype of an array that is half then, name float32 instead. Or {smaller}"
             )
         return (
-            f"That is a cast to {row.dtype}: of the code itself, where `astype(jnp.float32)` or no "
-            "cast is the fix (`mpx.autocast` rounds what goes into products by itself), or of a "
-            "function such as `jnp.sum` that returns the dtype that it was given; for a layer of a "
-            f"model that is cast, `mpx.FullPrecision` is. Or {smaller}"
+            f"That is a cast to {row.dtype}. If the code casts, write `astype(jnp.float32)` or "
+            "leave the cast out (`mpx.autocast` rounds the operands of products by itself). If it "
+            "is a function such as `jnp.sum`, which returns the dtype that it was given, in a "
+            f"layer of a model that is cast, use `mpx.FullPrecision` around the layer. Or {smaller}"
         )
     name = glob.escape(row.scope.rsplit("/", 1)[-1]) or primitive  # overrides are patterns
     return (
@@ -153,7 +153,7 @@ def _not_finite(report: RangeReport, harmless: bool) -> str | None:
             return (
                 f"It is {first}, {held} holds as float16. There a number below 2^-24 is "
                 "zero, such as an epsilon, since JAX gives numbers of Python the dtype of the "
-                f"array that they meet. {in_full} Where it is so already, or does not help, {look}"
+                f"array that they meet. {in_full} If it is so already, or does not help, {look}"
             )
         return f"float32 itself is {first}. More precision does not help: {look}"
     if given:

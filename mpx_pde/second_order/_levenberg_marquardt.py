@@ -394,14 +394,14 @@ class LevenbergMarquardt(eqx.Module):
             _warn_if(
                 state.iterations >= self.refinements,
                 f"`{_CALL}` ended the solve for a step after {self.refinements} iterations "
-                f"(`refinements`) and not where it is solved: a {self.jacobian} Jacobian hardly "
+                f"(`refinements`), before it converged: a {self.jacobian} Jacobian hardly "
                 f"preconditions it any more. Pass {mend}, or a larger `min_damping`.",
             )
         if self.jacobian == "float16":
             scaling = state.scaling
             _warn_if(
                 ~finite & (scaling.loss_scaling <= scaling.min_loss_scaling),
-                f"`{_CALL}` takes no step: the float16 Jacobian overflows by the smallest loss "
+                f"`{_CALL}` takes no step: the float16 Jacobian overflows at the smallest loss "
                 "scale. Write residuals of order one, or pass `jacobian='bfloat16'`.",
             )
 
@@ -415,8 +415,7 @@ class LevenbergMarquardt(eqx.Module):
         wide = jtu.tree_map(lambda x: x.astype(self._dtype), params)
         note = (
             f"`{_CALL}.update` calls each residual with the model and *one* example, here of shape "
-            f"{jtu.tree_map(jnp.shape, x)}: no `jax.vmap` over examples belongs into it, and no "
-            "mean over them."
+            f"{jtu.tree_map(jnp.shape, x)}. Leave `jax.vmap` and means over examples out of it."
         )
         with without_halves(), noting(note, TypeError, ValueError, IndexError):
             out = fun(eqx.combine(wide, static), x)
@@ -564,8 +563,8 @@ def _length_of(batch: PyTree, call: str) -> int:
     arrays = list(map(jnp.asarray, jtu.tree_leaves(batch)))
     if laid_out := [s for x in arrays if any((s := jax.typeof(x).sharding.spec)[:1])]:
         raise ValueError(
-            f"`{call}` sums over examples that XLA may lay out, but got some on explicit axes of a "
-            f"mesh, {laid_out[0]}. Make it by `jax.make_mesh(..., axis_types="
+            f"`{call}` needs examples on Auto axes of a mesh, but got some on explicit axes, "
+            f"{laid_out[0]}. Make the mesh by `jax.make_mesh(..., axis_types="
             "(jax.sharding.AxisType.Auto,))`, with one for each axis."
         )
     lengths = {x.shape[0] if x.ndim else -1 for x in arrays}

@@ -155,9 +155,9 @@ def _check_own(tree: PyTree, axis_name: AxisName | None, call: str) -> None:
         same = sorted(names - varying_axes(x))
         if same:
             raise ValueError(
-                f"`{call}` takes the mean of what differs between devices, but the array at "
-                f"{jtu.keystr(path) or 'the root'} is the same on all of them along {same}: of "
-                "parameters like that `jax.shard_map` sums the gradients by itself. Mark the "
+                f"`{call}` takes the mean of arrays that differ between devices, but the array at "
+                f"{jtu.keystr(path) or 'the root'} is the same on all of them along {same}. "
+                "`jax.shard_map` sums the gradients of such parameters by itself. Mark the "
                 f"parameters by `jax.lax.pcast(params, {axis_name!r}, to='varying')` before they "
                 "are differentiated, or divide what has been summed by the number of devices."
             )

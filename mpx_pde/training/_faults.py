@@ -21,17 +21,17 @@ _ADVICE = (
 _REASONS = (
     "non-finite gradients at a loss scale that can still fall: look for NaNs in the data, "
     "or allow for more skips.",
-    "non-finite gradients at the smallest loss scale, which no loss scale can help: the loss or "
-    "its data are non-finite in themselves, or the network leaves float16 where the loss does "
-    "not. If it is a derivative that the loss takes, pass a `mpx_pde.Scaling(derivatives=...)`; if "
-    "it is a layer, as by a constant above 65504, keep that in float32 (`mpx_pde.FullPrecision`); "
-    "or take bfloat16.",
+    "non-finite gradients at the smallest loss scale. No loss scale can help: the loss or its data "
+    "are non-finite in themselves, or the network leaves float16 where the loss does not. If a "
+    "derivative in the loss overflows, pass a `mpx_pde.Scaling(derivatives=...)`. If a layer does, "
+    "such as one with a constant above 65504, keep it in float32 (`mpx_pde.FullPrecision`). Or "
+    "take bfloat16.",
     "non-finite derivatives of the network at scales that can still fall: look for NaNs in the "
     "data, or allow for more skips.",
 )
 _NO_SCALE = (
-    "non-finite derivatives of the network at the smallest scale of {}, which no derivative scale "
-    "can help: the data or parameters hold NaNs, or the network itself leaves float16, as by a "
+    "non-finite derivatives of the network at the smallest scale of {}. No derivative scale can "
+    "help: the data or parameters hold NaNs, or a layer leaves float16, such as one with a "
     "constant above 65504. Keep that layer in float32 (`mpx_pde.FullPrecision`)."
 )
 _LOSS, _MINIMUM, _DERIVATIVES = range(len(_REASONS))

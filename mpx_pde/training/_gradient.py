@@ -195,10 +195,10 @@ class Gradient(eqx.Module):
     def _warn_of_unscaled(self, call: str, order: int) -> None:
         warn_user(
             f"`{self.options.call}` got a loss scaling alone, but the loss takes derivatives of "
-            f"order {order} by `{call}` in float16, and what overflows or vanishes in them is "
-            "lost before there is a loss to scale. Pass `mpx_pde.Scaling(loss=..., derivatives="
-            "mpx_pde.DerivativeScaling.per_direction(...))`, and the `derivatives` that the loss "
-            f"then receives on as `{call}(..., scaling=derivatives)`; or take `forward='float32'`, "
+            f"order {order} by `{call}` in float16. What overflows or vanishes in them is lost "
+            "before the loss is scaled. Pass `mpx_pde.Scaling(loss=..., derivatives="
+            "mpx_pde.DerivativeScaling.per_direction(...))`. The loss then receives `derivatives`: "
+            f"pass them on by `{call}(..., scaling=derivatives)`. Or take `forward='float32'`, "
             "or bfloat16. If it is meant, filter `mpx_pde.PrecisionWarning`."
         )
 
@@ -295,8 +295,9 @@ def _check_states(
                 keep = (*keep, *[False] * len(args))[: len(args)]
                 warn_user(
                     f"`{options.call}` rounds argument {i} ({type(given).__name__}) to "
-                    f"{options.compute_dtype.name}, and the function returns a new one. Rounded at "
-                    "each step, what changes by little, such as running statistics, stands still. "
+                    f"{options.compute_dtype.name}, and the function returns a new one. Values "
+                    "that change little, such as running statistics, stand still if rounded at "
+                    "each step. "
                     f"Pass `keep_full={(*keep[:i], True, *keep[i + 1 :])}`, or `autocast=True`, "
                     "which casts no argument. If it is meant, filter `mpx_pde.PrecisionWarning`."
                 )

@@ -273,7 +273,7 @@ def _warn_of_starved(derivatives: DerivativeScaling) -> None:
     if lost:
         warn_user(
             f"`{_CALL}` ends at derivative scales at which {', '.join(map(repr, lost))} is nearly "
-            "all below float16's range: the scale is one with a derivative that is far larger. "
+            "all below float16's range, because it shares its scale with a far larger derivative. "
             "Give each its own, by `per_direction`, `per_term` or `special`, or measure "
             "coordinates in other units."
         )

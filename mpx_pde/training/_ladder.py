@@ -91,8 +91,8 @@ class PrecisionLadder(eqx.Module):
         for low, high in pairwise(rungs):
             if RUNGS.index(high) <= RUNGS.index(low):
                 raise ValueError(
-                    f"`{_CALL}` climbs, but after {low!r} comes {high!r}, which is not above it. "
-                    f"From below the order is {tuple(sorted(set(rungs), key=RUNGS.index))}."
+                    f"`{_CALL}` climbs, but {high!r}, which follows {low!r}, is not above it. In "
+                    f"ascending order: {tuple(sorted(set(rungs), key=RUNGS.index))}."
                 )
         tolerance = check_positive(tolerance, _CALL, "tolerance")
         interval = check_integer(interval, _CALL, "interval")
@@ -116,8 +116,8 @@ class PrecisionLadder(eqx.Module):
             )
         if self.index not in range(len(self.rungs)):
             raise ValueError(
-                f"`{_CALL}` stands on rung {self.index}, but has {', '.join(self.rungs)} alone: it "
-                "was restored from one of more. Build it with the same `rungs`."
+                f"`{_CALL}` is on rung {self.index}, but has only {', '.join(self.rungs)}: it was "
+                "restored from a ladder with more. Build it with the same `rungs`."
             )
         return self.rungs[self.index]
 

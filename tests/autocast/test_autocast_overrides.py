@@ -71,7 +71,7 @@ def run(fun, *args):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         out = fun(*args)
-    return out, any("and it is rounded" in str(w.message) for w in caught)
+    return out, any("so they are rounded" in str(w.message) for w in caught)
 
 
 @pytest.mark.parametrize("full", [("mixed_*", "dot_general"), "here"], ids=str)

@@ -272,7 +272,7 @@ def test_a_float16_jacobian_that_always_overflows_is_told():
     optimizer = mpx.LevenbergMarquardt(residual, jacobian="float16")
     low = mpx.DynamicLossScaling(2.0**-24)
     state = dataclasses.replace(optimizer.init(model), scaling=low)
-    with pytest.warns(mpx.PrecisionWarning, match="overflows by the smallest loss scale"):
+    with pytest.warns(mpx.PrecisionWarning, match="overflows at the smallest loss scale"):
         after, new = updated(optimizer, model, state, POINTS)
     assert tree_equal_bits(after, model)
     assert jnp.isfinite(new.loss)  # the loss of the residual is known
@@ -302,7 +302,7 @@ def test_a_residual_of_all_examples():
     with pytest.raises((ValueError, TypeError, IndexError)) as caught:
         optimizer.update(network, optimizer.init(network), (jnp.ones((20, 2)),))
     [note] = [n for n in caught.value.__notes__ if "LevenbergMarquardt" in n]
-    assert "one* example, here of shape (2,): no `jax.vmap` over examples" in note
+    assert "one* example, here of shape (2,). Leave `jax.vmap`" in note
 
 
 @pytest.mark.slow

@@ -96,7 +96,7 @@ def test_checkpoints_keep_the_rung():
     eqx.tree_serialise_leaves(file, eqx.tree_at(lambda x: x.index, ladder, 1))
     file.seek(0)
     assert eqx.tree_deserialise_leaves(file, ladder).rung == "float32"
-    with pytest.raises(ValueError, match="stands on rung 2, but has half, float32 alone"):
+    with pytest.raises(ValueError, match="is on rung 2, but has only half, float32"):
         _ = eqx.tree_at(lambda x: x.index, mpx.PrecisionLadder(), 2).rung
 
 
