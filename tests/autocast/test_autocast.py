@@ -1,4 +1,4 @@
-"""Autocast against the same functions in float32."""
+"""Compares autocast with the same functions in float32."""
 
 import functools as ft
 import math
@@ -45,7 +45,7 @@ def test_derivatives_nest():
 
 
 MANY = 4096
-"""In float16 a sum of so many ones would stop at 2048, in bfloat16 at 256."""
+"""The number of ones to sum. A sum in float16 would stop at 2048, and one in bfloat16 at 256."""
 
 
 def added_up(fun, v):
@@ -56,10 +56,10 @@ first = lambda v: (v @ jnp.ones(4, v.dtype))[0].astype(jnp.float32)
 PICKS = jnp.zeros(MANY, int)
 USES = {
     "a master in a loop": lambda w: added_up(first, w),
-    # The program's own cast is put off until the product too.
+    # The program's own cast is postponed until the product, too.
     "what the program casts": lambda w: added_up(first, w.astype(jnp.float16)),
     "what was computed in half": lambda w: added_up(lambda v: jnp.sum(v[0] * 1.0), w @ jnp.eye(4)),
-    # Embeddings and graphs.
+    # Embeddings and graphs do this.
     "what is picked": lambda w: jnp.sum(w[PICKS] @ jnp.ones(4)),
     "what is computed and picked": lambda w: jnp.sum((w @ jnp.eye(4))[PICKS] @ jnp.ones(4)),
 }
@@ -84,12 +84,12 @@ def test_a_parameter_is_cast_once_and_keeps_its_gradient_in_float32():
     jaxpr = jax.make_jaxpr(jax.grad(scalar(cast)))(w, x)
     casts = [e for e in equations(jaxpr) if e.primitive.name == "convert_element_type"]
     assert not [e for e in casts if e.invars[0].aval.shape == (8, 8)]
-    # The rounding is inside of the products; the compiler makes one of the five.
+    # Each product rounds for itself. The compiler merges the five roundings into one.
     text = jax.jit(cast).lower(w, x).as_text("hlo")
     rounded = re.findall(r"f16\[8,8\]\S* convert\(", text)
     compiled = jax.jit(cast).lower(w, x).compile().as_text()
     assert len(rounded) == 5
-    if jax.__version_info__ >= (0, 10, 2):  # before, not at the optimization level of the tests
+    if jax.__version_info__ >= (0, 10, 2):  # older ones do not at the tests' optimization level
         assert len(re.findall(r"f16\[8,8\]\S* convert\(", compiled)) == 1
 
 
@@ -97,7 +97,7 @@ def test_a_parameter_is_cast_once_and_keeps_its_gradient_in_float32():
 
 
 def kept(fun, *args):
-    """Types of the arrays that reverse mode keeps."""
+    """Returns the dtypes and shapes of the arrays that reverse mode keeps."""
     shapes = jax.eval_shape(lambda *args: jax.vjp(fun, *args)[1], *args)
     return [(x.dtype.name, x.shape) for x in jax.tree.leaves(shapes)]
 
@@ -112,7 +112,7 @@ def test_between_products_nothing_is_kept_in_float32(between, half):
     cast = mpx.autocast(fun, half)
     assert ("float32", (16, 8)) in kept(lambda w: fun(w, x), w)
     large = [k for k in kept(lambda w: cast(w, x), w) if len(k[1]) > 1 and k[1][0] == 16]
-    # Besides the input, which is a master.
+    # Only the input, a master, may be float32.
     assert [dtype for dtype, _ in large if dtype != half] in ([], ["float32"])
     got, want = (jax.jit(jax.grad(f, (0, 1)))(w, x) for f in (cast, fun))
     assert tree_allclose(got, want, computed_in=half)
@@ -161,7 +161,7 @@ def dtypes_of(fun, name, *args, dtype="float16", **overrides):
 
 
 def stored_as(fun, *args, dtype="float16"):
-    """The dtype in which a result is stored, such as that of a checkpoint."""
+    """Returns the dtype in which the result of a checkpoint is stored."""
     jaxpr = jax.make_jaxpr(mpx.autocast(jax.checkpoint(fun), dtype))(*args)
     (out,) = next(e for e in jaxpr.eqns if e.primitive.name == "remat2").outvars
     return out.aval.dtype.name
@@ -173,7 +173,7 @@ def test_biases_give_way_and_targets_do_not():
     assert stored_as(lambda w, x, b: w @ x + b, w, x, b) == "float16"
     assert stored_as(layer, w, x, b) == "float16"
     assert stored_as(lambda w, x, b: jnp.abs(w @ x - b), w, x, b) == "float32"
-    # All of it is computed in float32.
+    # Both operations are computed in float32.
     assert dtypes_of(layer, "add", w, x, b) == dtypes_of(layer, "tanh", w, x, b) == ["float32"]
 
 
@@ -195,7 +195,7 @@ def test_what_constants_that_half_cannot_hold_make_is_stored_in_float32(constant
 
 
 def test_numbers_that_a_program_holds_as_such_are_constants_too():
-    """`jnp.where` and operations of `jax.lax` hold numbers of Python as literals with a dtype."""
+    """`jnp.where` and operations of `jax.lax` hold Python numbers as literals with a dtype."""
     y = normal(0, (4, 4))
     mask = jnp.tri(4) > 0
     for fun in (
@@ -288,7 +288,7 @@ def test_effects_survive(capfd):
     cast = eqx.filter_jit(mpx.autocast(fun, "float16"))
     assert tree_allclose(cast(w, x), fun(w, x), computed_in="float16")
     jax.effects_barrier()
-    assert seen == 2 * [np.dtype("float32")]  # callbacks get the dtypes that the program has
+    assert seen == 2 * [np.dtype("float32")]  # callbacks receive the dtypes of the program
     assert capfd.readouterr().out.count("the largest is") == 2
     with pytest.raises(eqx.EquinoxRuntimeError, match="y is large"):
         cast(w, 1e4 * x)
@@ -316,7 +316,7 @@ def test_report():
     assert report.count("product") > 0
     assert (report.unused, report.unknown) == (("nowhere",), ())
     lines = {x.line for x in report.operations if x.rule == "product"}
-    # Equinox is not ours: the line is the one in this file that called it.
+    # Equinox is another library, so the line is the one in this file that called it.
     assert all("test_autocast.py" in line or "equinox" in line for line in lines)
     text = str(report)
     assert "dot_general" in text
@@ -327,7 +327,7 @@ def test_report():
 
 
 def test_custom_rules_are_kept():
-    """Rules that take integers too. The random programs draw the others."""
+    """Tests a rule that also takes an integer. The random programs draw other rules."""
     reverse = jax.custom_vjp(lambda w, x, n: jnp.tanh(w @ x))
     reverse.defvjp(
         lambda w, x, n: (reverse(w, x, n), (w, x)),
@@ -349,7 +349,7 @@ def test_custom_rules_are_kept():
     "loop", [lambda v: lax.fori_loop(0, 2, lambda i, v: v + i, v), lambda v: lax.map(jnp.sin, v)]
 )
 def test_a_rule_around_a_loop_of_data_that_products_take(loop):
-    """The loop stays in float32, and what it returns is stored in half."""
+    """The loop stays in float32, and its result is stored in half."""
     w, x = normal(0, (4, 4), 0.5), normal(1, (4,))
     fun = lambda w, x: own(loop)(x) @ w
     cast = mpx.autocast(fun, "float16")

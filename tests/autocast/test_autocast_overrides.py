@@ -1,4 +1,4 @@
-"""Overrides of `autocast` on products that have a dtype of their own."""
+"""Tests overrides of `autocast` on products that have a dtype of their own."""
 
 import warnings
 
@@ -35,12 +35,12 @@ PRODUCTS = {
 }
 
 
-# What follows a product: by way of what its result reaches float32, or stays as it is.
 def carried(product, x, w):
     start = jnp.zeros((x.shape[0], w.shape[1]), product(x, w).dtype)
     return lax.scan(lambda c, _: (product(x, w), None), start, length=2)[0]
 
 
+# Programs around a product. Their results are cast to float32 or keep their dtype.
 USES = {
     "cast": lambda product, x, w: product(x, w).astype(jnp.float32),
     "returned": lambda product, x, w: product(x, w),
@@ -54,7 +54,7 @@ USES = {
     "carried": carried,
 }
 
-# No product twice, and no use: each with several others.
+# Each product with `cast`, and `dot` with each use.
 CASES = [(product, "cast") for product in PRODUCTS] + [("dot", use) for use in USES]
 
 
@@ -67,7 +67,7 @@ def program(product, use, dtype):
 
 
 def run(fun, *args):
-    """Returns what a function returns, and whether it warns of what is rounded."""
+    """Returns the result of a function, and whether it warns about rounding."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         out = fun(*args)
@@ -88,7 +88,7 @@ def test_what_is_asked_for_in_full_is_in_full_or_told(product, use, policy, full
     assert told == bool(cast.report(x, w).rounded)
     finite = bool(np.all(np.isfinite(got)))
     assert finite or told
-    # Where it can be kept, it is.
+    # The result is kept in full wherever that is possible.
     if policy == "float16" and use not in ("returned", "relu, returned", "carried"):
         assert finite
         assert not told
@@ -101,7 +101,7 @@ def test_what_is_asked_for_in_full_is_in_full_or_told(product, use, policy, full
 
 
 def multiplied(fun, *args):
-    """The dtypes in which the products of a function are multiplied, and those of results."""
+    """Returns the dtypes in which a function multiplies, each with the dtype of the result."""
     found = []
     for eqn in equations(jax.make_jaxpr(fun)(*args)):
         if eqn.primitive.name.startswith("mixed"):
@@ -115,7 +115,7 @@ def multiplied(fun, *args):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("policy", POLICIES[:2])
 def test_reports_say_what_is_multiplied(policy, dtype, override):
-    """And float64 is not lowered by what asks for no less than float32."""
+    """An override that asks for at least float32 also does not lower float64."""
     with jax.enable_x64(dtype == "float64"):
         x, w = (jnp.linspace(0, 1, 12, dtype="float32").reshape(s) for s in ((4, 3), (3, 4)))
         for product in PRODUCTS:
@@ -123,7 +123,7 @@ def test_reports_say_what_is_multiplied(policy, dtype, override):
             fun = program(product, "returned", dtype)
             cast = mpx.autocast(fun, policy, **{override: name})
             if product == "half operand" and dtype not in ("float32", policy):
-                continue  # an operand that autocast leaves alone
+                continue  # autocast does not change this operand
             rows = [x for x in cast.report(x, w).operations if x.multiplied]
             with warnings.catch_warnings(action="ignore"):
                 got = cast(x, w)
@@ -134,4 +134,4 @@ def test_reports_say_what_is_multiplied(policy, dtype, override):
             if override == "full" and dtype == "float64" and product != "plain":
                 assert rows[0].multiplied == "float64"
             error = np.max(np.abs(np.asarray(got, np.float64) - np.asarray(x @ w, np.float64)))
-            assert error < 2.0**-6  # of values below 3, in bfloat16
+            assert error < 2.0**-6  # the values are below 3, in bfloat16

@@ -1,5 +1,5 @@
-"""Autocast of programs in which a function is used more than once: what is known of one use must
-not be taken for another. And what it decides from where a value comes from and goes to."""
+"""Tests autocast of programs that use a function more than once: facts about one use must not be
+applied to another. Also tests decisions that depend on a value's origin and uses."""
 
 import re
 import sys
@@ -25,7 +25,7 @@ from mpx_pde.interpret import _tables as tables
 
 # --- Functions with derivatives of their own, used more than once ---------------------------------
 
-# Each is `plain` with a derivative that no one would find by differentiating it.
+# Each is `plain` with a derivative that differs from its true derivative.
 
 
 def plain(w, x):
@@ -83,12 +83,12 @@ WRAPS = {
     "vmap": lambda layer: lambda w, x: jax.vmap(lambda x: layer(w, x[None])[0])(x),
 }
 
-# One object for all uses, as in a program.
+# All uses share one object, as in a program.
 WRAPPED = {(name, wrap): WRAPS[wrap](f) for name, f in LAYERS.items() for wrap in WRAPS}
 
 
 DEEP = 2
-"""The bits by which the tolerance of two or three layers grows where there are more."""
+"""Bits by which the tolerance for two or three layers grows if there are more."""
 
 
 def weights(n):
@@ -102,7 +102,7 @@ def test_autocast_of_what_is_autocast_already():
     outer = mpx.autocast(fun(inner), "float16")
     got, want = (jax.jit(jax.grad(f, (0, 1)))(w, x) for f in (outer, fun(reverse)))
     assert tree_allclose(got, want, "float16", DEEP)
-    # Also of its derivative.
+    # Also autocast its derivative.
     again = mpx.autocast(jax.grad(fun(inner), (0, 1)), "float16")
     assert tree_allclose(jax.jit(again)(w, x), want, "float16", DEEP)
 
@@ -122,7 +122,7 @@ def test_rules_for_reverse_mode_in_batches_and_twice():
     (w,), x = weights(1)
     xs = jnp.stack([x, -2 * x])
 
-    # w is the same for all of a batch, and gets the sum of the cotangents.
+    # The whole batch shares w, which receives the sum of the cotangents.
     shared = lambda h: jax.grad(lambda w: jnp.sum(jax.vmap(h, (None, 0))(w, xs)))(w)
     each = lambda h: jax.vmap(jax.grad(lambda x: jnp.sum(h(w, x))))(xs)
     slope = lambda h: jax.grad(lambda w: jnp.sum(h(w, x)))
@@ -140,8 +140,8 @@ def test_rules_for_reverse_mode_in_batches_and_twice():
 
 @st.composite
 def programs(draw):
-    """Layers, each with how it is wrapped and whether its weight is frozen; and where autocast is:
-    around the loss or around each layer."""
+    """Draws layers, each with its wrapper and whether its weight is frozen. Also draws the place of
+    autocast (around the loss or around each layer) and the half dtype."""
     names, wraps = st.sampled_from([*LAYERS, "custom_vjp"]), st.sampled_from([*WRAPS, "jit"])
     layers = draw(st.lists(st.tuples(names, wraps, st.booleans()), min_size=2, max_size=4))
     return layers, draw(st.sampled_from(["loss", "layer"])), draw(st.sampled_from(HALVES))
@@ -170,7 +170,7 @@ def test_gradients_of_random_programs(program):
     cast, same = (lambda f: mpx.autocast(f, half)), (lambda f: f)
     want = gradient(same, same)
     got = gradient(cast, same) if place == "loss" else gradient(same, lambda f: jax.jit(cast(f)))
-    # Up to eight roundings deep.
+    # Up to eight roundings follow one another.
     assert tree_allclose(got, want, half, DEEP)
 
 
@@ -178,7 +178,7 @@ def test_gradients_of_random_programs(program):
 
 
 def test_cotangents_of_a_bias_in_a_batch_add_up_in_float32():
-    """In bfloat16, 4097 ones are 4096."""
+    """In bfloat16, 4097 is rounded to 4096."""
     w, b, x = jnp.eye(2), jnp.zeros(2), jnp.zeros((4097, 2))
     point = mpx.autocast(lambda w, b, x: x @ w + b, "bfloat16")
     grad = jax.grad(lambda b: jnp.sum(jax.vmap(point, (None, None, 0))(w, b, x)))
@@ -205,7 +205,7 @@ def test_whatever_meets_a_master_gives_it_a_cotangent_in_float32(name):
     for e in equations(jax.make_jaxpr(gradient)(w, b)):
         if e.primitive.name in ("reduce_sum", "psum") and e.invars[0].aval.size > 1:
             assert e.invars[0].aval.dtype != jnp.bfloat16
-    # Where an operand decides (a maximum), rounding decides anew for those that are nearly equal.
+    # A maximum picks one operand. If two are nearly equal, rounding may change the choice.
     bits = 3 if name == "max" else 1
     got, want = (jax.jit(f)(w, b) for f in (gradient, jax.grad(loss(point), (0, 1))))
     assert tree_allclose(got, want, "bfloat16", bits)
@@ -213,7 +213,7 @@ def test_whatever_meets_a_master_gives_it_a_cotangent_in_float32(name):
 
 @pytest.mark.slow
 def test_biases_of_sharded_parameters_are_reduced_in_float32():
-    """The program that each of eight devices runs."""
+    """Checks the compiled program that each of eight devices runs."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     model = eqx.nn.MLP(8, 8, 16, 2, key=jax.random.key(0))
     params, static = eqx.partition(model, eqx.is_inexact_array)
@@ -268,8 +268,8 @@ def test_squares_of_halves_do_not_overflow_before_a_sum(name):
     (w,), x = weights(1)
 
     fun = lambda w, x: SUMMED[name](far(w, x))
-    assert jnp.max(jnp.abs(far(w, x))) > 256  # the square is no float16
-    # Its logarithm, because the gradient of a square may overflow as well.
+    assert jnp.max(jnp.abs(far(w, x))) > 256  # the square overflows float16
+    # The loss is a logarithm, because the gradient of a square may overflow as well.
     loss = lambda fun: lambda w, x: jnp.log(jnp.abs(fun(w, x)))
     cast = mpx.autocast(fun, "float16")
     got, want = (jax.jit(jax.value_and_grad(loss(f)))(w, x) for f in (cast, fun))
@@ -278,7 +278,7 @@ def test_squares_of_halves_do_not_overflow_before_a_sum(name):
 
 # --- The tables and JAX ---------------------------------------------------------------------------
 
-# Not there in each version, or not always.
+# These do not exist in every version, or not always.
 SOME_VERSIONS = {
     "pallas_call": "where Pallas is imported",
     "stack": "from 0.10.1 on",
@@ -291,7 +291,7 @@ SOME_VERSIONS = {
     "closed_call": "before 0.11, and `eval_jaxpr` since",
 }
 
-# Differentiable, and in no row of the table.
+# These are differentiable, but have no row in the table.
 EXCEPTIONS = {
     **dict.fromkeys(("shift_left", "shift_right_arithmetic"), "integers"),
     **dict.fromkeys(("shift_right_logical", "mulhi"), "integers"),
@@ -310,7 +310,7 @@ EXCEPTIONS = {
 
 
 def primitives(*modules):
-    """Returns by name the primitives of all modules whose names begin so."""
+    """Returns a dictionary of the primitives in all modules whose names start with `modules`."""
     return {
         x.name: x
         for name, module in list(sys.modules.items())
@@ -327,8 +327,8 @@ def test_every_row_is_of_a_primitive():
 
 def test_the_table_agrees_with_the_code_of_each_rule():
     of = lambda engine: {name for name, row in tables.TABLE.items() if row.engine == engine}
-    assert of("elementwise") >= {*CLOSED} - {"logaddexp"}  # a function that is no primitive
-    # What is on the way to a known derivative is known itself.
+    assert of("elementwise") >= {*CLOSED} - {"logaddexp"}  # a function, not a primitive
+    # An operation that moves known derivatives maps coordinates to coordinates.
     assert {*_known._MOVES} <= tables.COORDINATES
 
 
@@ -349,7 +349,7 @@ def test_every_differentiable_operation_of_lax_has_a_row():
 # --- Branches of a platform -----------------------------------------------------------------------
 
 
-# There is no lowering of it: a kernel for other hardware.
+# Stands for a kernel for other hardware, so it has no lowering.
 elsewhere_p = jex.core.Primitive("elsewhere")
 elsewhere_p.def_abstract_eval(lambda w, x: x)
 ad.defbilinear(elsewhere_p, lambda g, w, x: x.T @ g, lambda g, w, x: g @ w.T)
@@ -372,7 +372,7 @@ def test_other_platforms_are_not_lowered():
 
 
 def test_what_only_products_use_leaves_its_segment_in_half():
-    """So that neither it nor its cotangent is ever float32 in memory."""
+    """Neither the value nor its cotangent is ever float32 in memory."""
 
     def network(ws, x):
         h = jax.nn.gelu(x @ ws[0]) @ ws[1]
@@ -399,7 +399,7 @@ def test_rules_on_several_devices(name):
 
 
 def _block(params, x):
-    """Linear layers with biases around an activation, behind a norm and attention."""
+    """A norm and attention, followed by linear layers around an activation, one with a bias."""
     first, second, bias = params
     x = jax.vmap(lambda t: (t - jnp.mean(t)) / jnp.sqrt(jnp.var(t) + 1e-5))(x)
     heads = jax.vmap(lambda t: first @ t)(x).reshape(len(x), 2, -1)
@@ -415,14 +415,14 @@ def test_a_backward_pass_of_autocast_writes_halves_and_copies_no_scores(dtype):
     loss = lambda p, x: jnp.mean(jax.vmap(partial(_block, p))(x))
     gradient = jax.grad(mpx.autocast(loss, dtype))
     found = list(equations(jax.make_jaxpr(gradient)(params, x)))
-    # The cotangent that the bias and the product before it share, once for both.
+    # The bias and the product before it share a cotangent, which is written once for both.
     shapes = [e.outvars[0].aval.shape for e in found if e.primitive.name == "written"]
     assert any(sorted(shape) == sorted(x.shape) for shape in shapes)
-    # The layer behind the scores is the one that no barrier stands before.
+    # The layer after the scores is the only one without a barrier before it.
     again = [e.params["prevent_cse"] for e in found if e.primitive.name == "remat2"]
     assert {True, False} <= set(again)
-    # One pass for mean and variance: a sum of two arrays.
+    # The mean and the variance take one pass: a sum of two arrays.
     assert any(e.primitive.name == "sum_together" and len(e.invars) == 2 for e in found)
-    # What is evaluated again is right: some ten roundings follow one another.
+    # The recomputed values are right: some ten roundings follow one another.
     got, want = (jax.jit(f)(params, x) for f in (gradient, jax.grad(loss)))
     assert max(map(relative, got, want)) < {"float16": 5e-3, "bfloat16": 4e-2}[dtype]

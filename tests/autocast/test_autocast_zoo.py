@@ -1,4 +1,4 @@
-"""Autocast of the layers, models, solvers and losses that people use, against float32."""
+"""Compares autocast of common layers, models, solvers and losses with float32."""
 
 import equinox as eqx
 import flax.linen as linen
@@ -13,7 +13,7 @@ import mpx_pde as mpx
 
 
 def split(model):
-    """A function of parameters out of a model."""
+    """Splits a model into its parameters and a function that rebuilds it from them."""
     parameters, static = eqx.partition(model, eqx.is_inexact_array)
     return parameters, lambda p: eqx.combine(p, static)
 
@@ -28,7 +28,7 @@ def attention():
 
 
 def dot_product_attention():
-    """That of JAX, between projections."""
+    """JAX's `dot_product_attention` between projections."""
 
     def fun(p, x):
         q, k, v = (jnp.einsum("btd,dnh->btnh", x, w) for w in p[:3])
@@ -42,7 +42,7 @@ def batch_norm():
     model, state = eqx.nn.make_with_state(
         lambda key: eqx.nn.Sequential(
             [
-                # The norm would cancel a bias.
+                # No bias, because the norm would cancel it.
                 eqx.nn.Conv2d(2, 4, 3, padding=1, use_bias=False, key=key),
                 eqx.nn.BatchNorm(4, "batch", mode="batch"),
                 eqx.nn.Lambda(jax.nn.relu),
@@ -102,13 +102,13 @@ def neural_ode():
     return p, y0, fun
 
 
-# Each makes parameters, an input and a function of both.
+# Each returns parameters, an input and a function of both.
 MAKE = attention, dot_product_attention, batch_norm, flax_linen, losses, neural_ode
 ZOO = {make.__name__: make for make in MAKE}
 
 
 def compiled(fun, p, x):
-    """What `fun` returns and its gradient."""
+    """Compiles a function that returns the result of `fun` and its gradient."""
     return jax.jit(lambda p, x: (fun(p, x), jax.grad(scalar(fun))(p, x)))
 
 
@@ -118,11 +118,11 @@ def compiled(fun, p, x):
 def test_values_and_gradients_agree_with_float32(name):
     p, x, fun = ZOO[name]()
     want = compiled(fun, p, x)(p, x)
-    for half in HALVES[name == "neural_ode" :]:  # which takes long to compile
+    for half in HALVES[name == "neural_ode" :]:  # one dtype, because it compiles slowly
         run = compiled(mpx.autocast(fun, half), p, x)
-        if name != "neural_ode":  # diffrax lowers for the backend that is there
+        if name != "neural_ode":  # diffrax lowers for the present backend
             assert_half(run, p, x, half=half)
-        # Deep or recurrent: two more bits than a network of two or three layers.
+        # These are deep or recurrent: two more bits than for two or three layers.
         for g, w in zip(jax.tree.leaves(run(p, x)), jax.tree.leaves(want), strict=True):
             assert g.dtype == w.dtype
             size = np.abs(w).max(initial=1e-2)
@@ -144,7 +144,7 @@ def test_queries_keys_and_values_are_half_in_both_passes(dtype):
     jaxpr = jax.make_jaxpr(jax.grad(scalar(mpx.autocast(fun, dtype))))(p, x)
     found = [e for e in equations(jaxpr) if e.primitive.name.endswith("dot_general")]
     assert {e.primitive.name for e in found} == {"mixed_dot_general"}
-    # Two products forward and four backward have an axis of heads in both operands.
+    # Two forward products and four backward ones have an axis of heads in both operands.
     between = [e for e in found if all(v.aval.ndim >= 4 for v in e.invars)]
     assert len(between) >= 6
     for e in between:
