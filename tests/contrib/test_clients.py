@@ -1,5 +1,5 @@
-"""Other people's libraries as clients, by what is public in theirs and in ours: a jinns loss
-object, and networks of pdequinox. Skipped where they are not installed (the extra `clients`)."""
+"""Tests other libraries as clients, through public names alone: a jinns loss object and networks of
+pdequinox. The tests are skipped if they are not installed (the extra `clients`)."""
 
 import functools as ft
 import warnings
@@ -18,21 +18,21 @@ jinns = pytest.importorskip("jinns")
 pdequinox = pytest.importorskip("pdequinox")
 
 
-# jinns filters this warning of Equinox about its classes where it is imported; pytest forgets that.
+# jinns filters this warning of Equinox about its classes on import, but pytest resets the filter.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Using `field:UserWarning")]
-# Foreign code mixes dtypes and ranks as JAX's defaults allow, which its users have.
+# Foreign code mixes dtypes and ranks, which JAX's defaults allow.
 pytestmark += [pytest.mark.usefixtures("standard_promotion")]
 
 ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
 def products(report):
-    """How many by dtype, without the complex ones: they have no half-precision form."""
+    """Returns the number of products by dtype. Complex ones have no half form and are left out."""
     return {dtype: n for dtype, (n, _) in report.by_dtype().items() if "complex" not in dtype}
 
 
 def in_full(loss, model, batch):
-    """Value, gradient and number of products in float32."""
+    """Returns the value, the gradient and the number of products in float32."""
     gradient = mpx.filter_value_and_grad(loss, None, has_aux=True, use_mixed_precision=False)
     (value, _), _, _, grads = eqx.filter_jit(gradient)(model, batch)
     count = products(mpx.precision_report(gradient)(model, batch))
@@ -41,7 +41,7 @@ def in_full(loss, model, batch):
 
 
 def in_half(loss, model, batch, half, reference, **options):
-    """Errors of value and gradient in mixed precision, and what was multiplied."""
+    """Returns the errors of value and gradient in mixed precision, and a report of the products."""
     scaling = mpx.DynamicLossScaling(2.0**10)
     gradient = mpx.filter_value_and_grad(loss, scaling, has_aux=True, **options)
     with mpx.half_precision(half):
@@ -68,9 +68,9 @@ NETWORKS = {
     ),
 }
 
-# Roundings that follow one another, in units of the roundoff, in (value, gradient). The loss is a
-# mean over 512 residuals, whose roundings mostly cancel; by autocast it is taken in float32. In the
-# gradients of networks with `relu` those are largest that turn a unit on or off.
+# Bounds of successive roundings of (value, gradient), in units of the roundoff. The loss is a mean
+# over 512 residuals, whose roundings mostly cancel. Autocast takes it in float32. In gradients of
+# networks with `relu`, the largest roundings are those that turn a unit on or off.
 ROUNDINGS = {"cast": (2, 64), "autocast": (0.5, 64)}
 
 
@@ -106,7 +106,7 @@ def test_a_network_of_pdequinox(name, path, half):
     reference = network_in_full(name)
     given = squared_error, model, fields(), half, reference
     value, grads, report = in_half(*given, autocast=path == "autocast")
-    # All of them, forward and backward; the FNO's complex products apart.
+    # All products are half in both passes, except the FNO's complex ones.
     assert products(report) == {half: reference[2]}
     assert ("complex64" in report.by_dtype()) == (name == "ClassicFNO")
     of_value, of_gradient = ROUNDINGS[path]
@@ -118,7 +118,7 @@ def test_a_network_of_pdequinox(name, path, half):
 
 
 def burgers(network):
-    """Parameters, the loss object and the generator of batches, as jinns' own notebook has it."""
+    """Builds parameters, the loss object and the batch generator as in jinns' own notebook."""
     u, nn_params = jinns.nn.PINN_MLP.create(eqx_network=network, eq_type="PDENonStatio")
     params = jinns.parameters.Params(nn_params=nn_params, eq_params={"nu": 0.01 / jnp.pi})
     loss = jinns.loss.LossPDENonStatio(
@@ -147,9 +147,9 @@ def coordinates_in_full():
     return eqx.tree_at(lambda m: m.layers[0], network(), replace_fn=wrap)
 
 
-# How to train it, the work that is half then, and the errors of value and gradient in units of the
-# roundoff: cast as a whole, the coordinates are rounded as well, to which second derivatives and
-# the initial condition answer.
+# The network, the options, the least share of half work, and the bounds of the errors of value and
+# gradient in units of the roundoff. Casting everything also rounds the coordinates, to which second
+# derivatives and the initial condition are sensitive.
 WAYS = {
     "cast": (network, {}, 1.0, (4, 32)),
     "coordinates in float32": (coordinates_in_full, {"keep_full": (False, True)}, 0.85, (1, 8)),
@@ -187,7 +187,7 @@ def test_float32_points_alone_make_it_float32_and_that_is_said():
     gradient = mpx.filter_grad(loss, mpx.DynamicLossScaling(), True, keep_full=(False, True))
     report = mpx.precision_report(gradient)(params, batch)
     assert report.half_share == 0
-    # Without a line of the user's, that of the library that called Equinox and not Equinox's own.
+    # No line is the user's, so the report names the library that called Equinox, not Equinox.
     assert all("/jinns/" in row.line for row in report.rows)
     with pytest.warns(mpx.PrecisionWarning, match='out_dtype="half"'):
         eqx.filter_jit(gradient)(params, batch)

@@ -1,4 +1,4 @@
-"""Loops, and layers, of libraries that people will not leave."""
+"""Tests support for training loops and layers of other libraries."""
 
 import equinox as eqx
 import jax
@@ -30,7 +30,7 @@ def test_what_is_not_finite_is_skipped_and_lowers_the_scale():
 
 
 def steps(optimizer, params, gradient, count):
-    """The parameters before each step, and after the last."""
+    """Returns the parameters before each step and after the last."""
     state, seen = optimizer.init(params), [params]
     for _ in range(count):
         updates, state = optimizer.update(gradient(seen[-1]), state, seen[-1])
@@ -40,7 +40,7 @@ def steps(optimizer, params, gradient, count):
 
 @pytest.mark.parametrize(("begin", "rate"), [(2.0**10, 0.5), (2.0**14, 1.0)])
 def test_gradients_are_unscaled_by_the_scale_that_the_loss_had(begin, rate):
-    """Another than the state's: the loop multiplies all updates by a rate, or began elsewhere."""
+    """It may differ from the state's scale: the loop scales all updates, or starts elsewhere."""
     net, count = jnp.array([1.0, -2.0, 0.5]), 4
     scaling = mpx.DynamicLossScaling(2.0**10, period=2)
     optimizer = optax.chain(scale_by(optax.sgd(0.25), scaling, **MOVING), optax.scale(rate))
@@ -48,12 +48,12 @@ def test_gradients_are_unscaled_by_the_scale_that_the_loss_had(begin, rate):
     gradient = lambda p: {"net": p["net"] * p["scale"], "scale": jnp.float32(0)}
     *before, last = steps(optimizer, params, gradient, count)
     assert len({float(p["scale"]) for p in before}) > 1
-    # The scale is no power of two where the rate halves its way: a few roundings.
+    # If the rate halves each change, the scale is not a power of two: a few roundings.
     np.testing.assert_allclose(last["net"], net * (1 - 0.25 * rate) ** count, rtol=1e-6)
 
 
 def test_a_scale_far_below_its_leaf_is_reached_in_two_steps():
-    """A sum of the leaf and the difference would be zero."""
+    """With one update, the sum of the leaf and the difference would be zero."""
     params = {"net": jnp.ones(3), "scale": jnp.float32(2.0**15)}
     optimizer = scale_by(optax.sgd(0.25), mpx.DynamicLossScaling(2.0**-12), **MOVING)
     zeros = lambda params: jax.tree.map(jnp.zeros_like, params)
@@ -61,7 +61,7 @@ def test_a_scale_far_below_its_leaf_is_reached_in_two_steps():
     assert [float(p["scale"]) for p in found[1:]] == [2.0**-5, 2.0**-12, 2.0**-12]
 
 
-# Optimizers that look at the loss, and what the loop hands on to them.
+# Optimizers that use the loss.
 OF_THE_LOSS = {
     "polyak_sgd": lambda: optax.polyak_sgd(max_learning_rate=1.0),
     "reduce_on_plateau": lambda: optax.chain(
@@ -72,7 +72,7 @@ OF_THE_LOSS = {
 
 
 def by_gradients():
-    """Takes the gradient as an extra argument, and moves by it."""
+    """An optimizer that takes the gradient as an extra argument and steps along it."""
 
     def update(updates, state, params=None, *, grad, **extra_args):
         del params, extra_args
@@ -85,7 +85,7 @@ def by_gradients():
 @pytest.mark.parametrize(("moves", "x64"), [(False, False), (True, True)])
 @pytest.mark.parametrize("name", [*OF_THE_LOSS, "grad", "adam"])
 def test_the_optimizer_inside_gets_the_loss_itself(name, moves, x64):
-    """Scales are powers of two: all is exact."""
+    """Scales are powers of two, so everything is exact."""
     inside = {**OF_THE_LOSS, "grad": by_gradients, "adam": lambda: optax.adam(0.1)}[name]()
     scale, target = jnp.float32(2.0**12), jnp.array([1.0, -2.0, 0.5])
     loss = lambda net: jnp.sum((net - target) ** 2)
@@ -109,7 +109,7 @@ def test_the_optimizer_inside_gets_the_loss_itself(name, moves, x64):
 
     params = {"net": jnp.zeros(3)}
     with jax.numpy_dtype_promotion("standard"), jax.enable_x64(x64):
-        # The same tree of parameters, since some optimizers take norms over it.
+        # Both use the same tree of parameters, because some optimizers take norms over it.
         extra = {"scale": scale} if moves else {}
         fixed = {"scale": jnp.float32(0)} if moves else {}
         plain = optax.with_extra_args_support(inside)
@@ -130,7 +130,7 @@ def test_a_loss_that_is_not_finite_is_skipped_too():
 
 
 def test_functions_that_the_optimizer_does_not_call_are_no_error():
-    """A loop may hand them to every optimizer; the gradient of a model may be callable itself."""
+    """A loop may pass them to every optimizer, and the gradient of a model may be callable."""
     model = eqx.nn.Linear(2, 1, key=jax.random.key(0))
     optimizer = scale_by(by_gradients(), mpx.StaticLossScaling(4.0))
     given = {"grad": model, "value_fn": lambda model: 0.0}
@@ -152,13 +152,13 @@ def test_the_fno_of_pdequinox_in_half_precision(dims):
     np.testing.assert_allclose(run(mine, x), want, atol=1e-5)
     half = run(mpx.cast_to_bfloat16(mine), x.astype(jnp.bfloat16))
     assert half.dtype == jnp.bfloat16
-    # Two blocks, each of which rounds some eight times to 2^-9 of what it stores.
+    # Each of two blocks rounds its stored values some eight times, by 2^-9.
     assert relative(half, want) < 16 * 2**-9
     assert all(x.dtype == jnp.float32 for x in jtu.tree_leaves(eqx.filter(mine, eqx.is_array)))
 
 
 def test_no_scaling_needs_no_place_for_its_scale():
-    """As bfloat16 asks for."""
+    """Training in bfloat16 uses no scaling."""
     optimizer = scale_by(optax.sgd(0.5), mpx.NoOpLossScaling())
     w = jnp.ones(2)
     state = optimizer.init(w)

@@ -1,5 +1,5 @@
-"""What `test_jno.py` runs in a process of its own, for jNO changes JAX's settings where it is
-imported: the blocks of `docs/jno.md`, which train, and then what was multiplied and how far off.
+"""Runs the training blocks of `docs/jno.md`, then measures products and errors. `test_jno.py` runs
+this in a separate process, because jNO changes JAX's settings on import.
 
     python tests/contrib/train_with_jno.py docs/jno.md  # prints a line of JSON last
 """
@@ -18,7 +18,7 @@ import mpx_pde as mpx
 
 
 def run(page: Path) -> tuple[dict, dict]:
-    """The names of the page, and the error against the exact solution after each training."""
+    """Returns the names of the page and the error of each training against the exact solution."""
     names = {"__name__": "__docs__"}
     cores = {}
     for line, source in blocks(page, "python"):
@@ -33,7 +33,7 @@ def run(page: Path) -> tuple[dict, dict]:
 
 
 def scale_from_too_high(names: dict) -> float:
-    """The loss scale of float16 in jNO's loop once it has found its level."""
+    """Returns the loss scale of float16 after training in jNO's loop from too high a scale."""
 
     def adam(rate):
         scaling = mpx.DynamicLossScaling(2.0**24)
@@ -42,7 +42,7 @@ def scale_from_too_high(names: dict) -> float:
 
     network = names["ScaledMLP"](names["network"](), jnp.float32(2**24))
     core, model, _ = names["poisson"](network, adam)
-    # What the function of the page reads.
+    # The page's `scaled_residuals` reads these two names.
     names["model"] = model
     names["residuals"] = mpx.autocast(core.compiled_constraints_fn, "float16")
     core.compiled_constraints_fn = names["scaled_residuals"]
@@ -53,7 +53,7 @@ def scale_from_too_high(names: dict) -> float:
 
 
 def by_jno(core, residuals):
-    """jNO's own gradient, by the function that its loop builds."""
+    """Returns jNO's value and gradient, by the function that its loop builds, and the products."""
     core.compiled_constraints_fn = residuals
     parameters, rest = eqx.partition(core.models, eqx.is_inexact_array)
     arrays, static = eqx.partition(rest, eqx.is_array)
@@ -70,7 +70,7 @@ def by_jno(core, residuals):
 
 
 def measured(names: dict) -> dict:
-    """Products by dtype, and errors relative to float32."""
+    """Returns products by dtype and errors relative to float32."""
     core, _, _ = names["poisson"](names["network"](), optax.adam(5e-3))
     residuals = core.compiled_constraints_fn
     value, grads, products = by_jno(core, residuals)
