@@ -1,5 +1,5 @@
-"""The Fourier neural operator: any grid, half products alone, and what it keeps for the backward
-pass."""
+"""Tests the Fourier neural operator: any grid, only half products, and the arrays it keeps for the
+backward pass."""
 
 import equinox as eqx
 import jax
@@ -21,7 +21,7 @@ def make(modes=(6, 6), channels=(2, 1), width=8, layers=2, **options):
 
 
 def fields(n=16, dims=2, batch=3, channels=2):
-    """Smooth ones, the same functions on every grid."""
+    """Returns smooth fields, which are the same functions on every grid."""
     t = 2 * np.pi * np.arange(n) / n
     grids = np.meshgrid(*[t] * dims, indexing="ij")
     c = np.arange(1, 1 + batch * channels).reshape(batch, channels, *[1] * dims)
@@ -38,7 +38,7 @@ def gelu(x):
 
 
 def by_definition(model, x, padding=0):
-    """One sample in float64, layer by layer, spectral convolutions by FFT."""
+    """Evaluates one sample in float64, layer by layer, with spectral convolutions by FFT."""
 
     def linear(layer, x):
         weight, bias = np.asarray(layer.weight, np.float64), np.asarray(layer.bias, np.float64)
@@ -72,7 +72,7 @@ def test_it_is_its_definition(padding, out_channels):
         options = {"domain_padding": padding, "method": method, "remat": remat}
         same = make(channels=(2, out_channels), **options)
         assert relative(evaluate(same, x), want) < 1e-5
-    # Some thirty roundings of 2^-12 and 2^-9, of which most cancel.
+    # Some thirty roundings of 2^-12 and 2^-9, most of which cancel.
     for dtype, tolerance in (("float16", 2e-3), ("bfloat16", 2e-2)):
         y = evaluate(mpx.cast_tree(model, dtype), x)
         assert y.dtype == jnp.float32
@@ -95,7 +95,7 @@ def test_one_and_three_dimensions(modes, options):
 
 
 def test_one_set_of_weights_on_many_grids():
-    """Fine grids agree where they meet, up to the aliases of the activations."""
+    """Fine grids agree at shared points, up to aliasing by the activations."""
     model = make()
     want = evaluate(model, fields(64))
     for n in (32, 96, 128):
@@ -106,7 +106,7 @@ def test_one_set_of_weights_on_many_grids():
 
 @pytest.mark.parametrize(("masters", "dtype"), [(False, "float16"), (True, "bfloat16")])
 def test_half_products_alone(dtype, masters):
-    """In both passes, of a model that is cast as a whole, and of uncast masters."""
+    """Checks both passes of a model that is cast as a whole, and of one with uncast masters."""
     model = make(channels=(2, 2), method="dft", dtype=dtype if masters else None)
     loss = lambda m, x: jnp.mean(jax.vmap(m)(x) ** 2)
     arrays, static = eqx.partition(model, eqx.is_array)
@@ -126,8 +126,8 @@ def test_half_products_alone(dtype, masters):
 
 
 def test_what_is_kept_is_half():
-    """Between the passes, in a half model, lie two fields a block and the one that the first takes,
-    and no float32 one."""
+    """A half model keeps two fields per block and the input of the first block, none of them in
+    float32."""
     model = mpx.cast_to_float16(make(layers=3, method="dft"))
     arrays, static = eqx.partition(model, eqx.is_array)
     run = lambda a, x: jax.vjp(lambda a: jax.vmap(eqx.combine(a, static))(x), a)[1]
@@ -139,7 +139,7 @@ def test_what_is_kept_is_half():
 
 @pytest.mark.parametrize("how", ["plain", "cast", "autocast", "forward"])
 def test_gradients_inside_of_shard_map(how):
-    """JAX sums the gradients of what is the same on all devices; the sum has to be asked for."""
+    """JAX sums gradients of values that are equal on all devices, but only on request."""
     model = nn.FNO(1, 1, 4, 1, (4, 4), key=jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (4, 1, 8, 8))
     model = mpx.cast_to_float16(model) if how == "plain" else model
@@ -160,18 +160,18 @@ def test_gradients_inside_of_shard_map(how):
 
     sharded = over_devices(of_a_part, 2, (P(), P("data")), P())
     got, want = jax.jit(sharded)(arrays, x), jax.jit(gradient)(arrays, x)
-    # Means that are rounded to half may differ by a rounding.
+    # Means that are rounded to half may differ by one rounding.
     assert all(x < 2.0**-9 for x in jax.tree.leaves(jax.tree.map(relative, got, want)))
 
 
 def test_an_activation_that_was_replaced_by_any_function():
-    """As one does with `equinox.tree_at`; `FNO(activation=...)` makes a `safe` one of it."""
+    """`equinox.tree_at` replaces it as it is; `FNO(activation=...)` would wrap it in `safe`."""
     model = make((4,), (1, 1), layers=1)
     plain = eqx.tree_at(lambda m: m.activation, model, jnp.tanh)
     wanted = eqx.tree_at(lambda m: m.activation, model, nn.tanh)
     x = jnp.sin(jnp.arange(32.0))[None]
 
     gradient = eqx.filter_jit(eqx.filter_grad(lambda model: jnp.mean(model(x) ** 2)))
-    # float32, fused in other ways. The trees differ in what their activation is.
+    # float32 operations are fused differently. The trees differ in their activation.
     for a, b in zip(*map(jax.tree.leaves, map(gradient, (plain, wanted))), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)

@@ -1,4 +1,4 @@
-"""The network of a physics-informed model: where precision goes, and what that buys."""
+"""Tests the network of a physics-informed model: the precision of its layers, and its accuracy."""
 
 import copy
 import pickle
@@ -42,7 +42,7 @@ def test_frequencies_are_not_trained_and_a_copy_is_the_same_model():
     ],
 )
 def test_a_half_dtype_of_a_layer_gives_way_to_full_precision(build, x):
-    """Otherwise the reference in float32 that a precision is judged by has the same rounding."""
+    """Otherwise the float32 reference would have the same rounding as the precision under test."""
     full, half = build(key=jax.random.key(0)), build(key=jax.random.key(0), dtype="float16")
     want = jax.vmap(full)(x)
     np.testing.assert_array_equal(jax.vmap(mpx.force_full_precision(half))(x), want)
@@ -53,7 +53,7 @@ def test_a_half_dtype_of_a_layer_gives_way_to_full_precision(build, x):
         assert value == mpx.global_norm(grads) == 0
     with pytest.warns(mpx.PrecisionWarning, match=" 0% of the work"):
         eqx.filter_eval_shape(run(forward="float32"), mpx.FullPrecision(half), x)
-    if build.func is not nn.CoordinateMLP:  # which takes no split products
+    if build.func is not nn.CoordinateMLP:  # it takes no split products
         split = build(key=jax.random.key(0), dtype="bfloat16_x3")
         assert run(forward="float32")(split, x)[0] == 0
     assert run(keep_full=True)(half, x)[0] > 0
@@ -75,7 +75,7 @@ def make(out_size=2, width=16, depth=3, **options):
 
 
 def exact_hessians(model):
-    """Second derivatives in float64, by JAX."""
+    """Returns JAX's second derivatives in float64."""
     run, x = jax.jit(jax.vmap(jax.hessian(coordinate_mlp, 1), (None, 0))), points()
     with jax.enable_x64(True):
         return np.asarray(run(*in_float64((model, x))))
@@ -95,7 +95,7 @@ def test_second_derivatives_and_laplacian(name):
         nested = mpx.laplacian(lambda p: model(p), terms, coords="xy", outputs="uv")
         return jax.vmap(lambda p: (d(p), lap(p), nested(p)))(points())
 
-    # float16: some ten roundings of 2^-11 along the way, of which some cancel.
+    # float16: some ten successive roundings of 2^-11, some of which cancel.
     for tolerance, this in ((1e-4, model), (0.02, mpx.cast_to_float16(model))):
         d, lap, nested = run(this)
         assert relative(d["u_xx"], want[0][:, 0]) < tolerance
@@ -122,7 +122,7 @@ def test_shapes_and_dtypes():
 
 @pytest.mark.slow
 def test_the_laplacian_is_cheap():
-    """Within the mark of folx: at D = 2 and 256 × 4, 19.6 GFLOP for a batch of 4096 points."""
+    """folx needs 19.6 GFLOP for a batch of 4096 points at D = 2 and 256 × 4."""
     model = nn.CoordinateMLP(2, "scalar", 256, 4, key=jax.random.key(0))
     x = jax.ShapeDtypeStruct((4096, 2), jnp.float32)
     params, static = eqx.partition(model, eqx.is_inexact_array)
@@ -151,7 +151,7 @@ def test_activations_do_not_overflow_inside(name):
     half = jax.jit(lambda x: third(fun, x, 1.0))(x.astype(jnp.float16))
     assert half.dtype == jnp.float16
     want = np.asarray(jax.jit(lambda x: third(fun.fun, x, 1.0))(x))
-    # Streams between the orders are stored in half.
+    # Derivatives of each order are stored in half.
     assert np.abs(np.asarray(half, np.float32) - want).max() < 2.0**-7
     assert nn.safe(fun) is fun
     assert fun == nn.safe(fun.fun)
@@ -181,7 +181,7 @@ def test_the_parameters_of_an_activation_are_trained():
         terms = mpx.partials(fun, ["u", "u_x", "u_xx"], coords="xt", outputs="u")
         return sum(jnp.mean(v**2) for v in jax.vmap(terms)(points()).values())
 
-    # In float32, the oracle: nested derivatives of the same network.
+    # The oracle is nested derivatives of the same network in float32.
     full = make(out_size="scalar", activation=Adaptive(jnp.array(1.5)))
     grad = lambda m, engine: eqx.filter_jit(eqx.filter_grad(lambda m: loss(m, engine)))(m)
     want = grad(full, False)
@@ -204,7 +204,7 @@ def test_exact_gelu_is_that_of_jax_by_cheaper_means():
     with jax.enable_x64(True):
         wide = jnp.asarray(np.asarray(x), jnp.float64)
         want, slope = exact(wide), jax.vmap(jax.grad(exact))(wide)
-    # Where 1 + erf cancels, what is left is the error of erf near 1 (two units), times |x| / 2.
+    # Where 1 + erf cancels, the error of erf near 1 (two units) remains, times |x| / 2.
     np.testing.assert_allclose(nn.exact_gelu(x), want, rtol=5e-7, atol=1e-6)
     np.testing.assert_allclose(jax.vmap(jax.grad(nn.exact_gelu))(x), slope, rtol=5e-7, atol=1e-6)
     names = {e.primitive.name for e in equations(jax.make_jaxpr(nn.exact_gelu)(x))}

@@ -1,5 +1,5 @@
-"""Spectral convolutions: the same operator by matrices and by FFT, in half precision half products
-alone, and fields that half precision cannot hold."""
+"""Tests spectral convolutions: the same operator by matrices and by FFT, only half products in half
+precision, and fields that half precision cannot hold."""
 
 import equinox as eqx
 import jax
@@ -15,7 +15,7 @@ from mpx_pde.nn._spectral_cost import choose_method
 
 METHODS = ("dft", "fft")
 
-# Odd and even sizes and modes, and all modes of a grid, Nyquist's among them.
+# Odd and even sizes and modes, and all modes of a grid, including the Nyquist mode.
 CASES = [
     ((5,), (16,)),
     ((16,), (16,)),
@@ -25,8 +25,8 @@ CASES = [
 ]
 
 # Error relative to the largest value. float32: sums over some hundred entries in another order
-# than the oracle's, 2^6 unit roundoffs. Half: some eight roundings of field, matrices, modes,
-# weights and results follow one another, of which most cancel: 2^3 unit roundoffs.
+# than the oracle's, 2^6 unit roundoffs. Half: some eight successive roundings of field, matrices,
+# modes, weights and results, most of which cancel, 2^3 unit roundoffs.
 TOLERANCES = {"float32": 2.0**-18, "float16": 2.0**-8, "bfloat16": 2.0**-5}
 
 
@@ -44,13 +44,13 @@ def make(modes, channels=(3, 4), **options):
 
 
 def oracle(fun, *args):
-    """In float64."""
+    """Evaluates `fun` in float64."""
     with jax.enable_x64(True):
         return jax.tree.map(np.asarray, jax.jit(fun)(*in_float64(args)))
 
 
 def weighted(fun, output):
-    """A loss whose gradient is not that of a symmetric function."""
+    """Returns a loss that weights the results unevenly, so its gradient is not symmetric."""
     c = np.cos(np.arange(np.prod(output))).reshape(output)
 
     def loss(*args):
@@ -109,11 +109,11 @@ def test_another_output_grid(modes, grid, output):
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "grid"), [("dft", (8,)), ("dft", (8, 6)), ("fft", (4, 6, 8))])
 def test_a_finer_grid_interpolates_with_all_modes_kept(grid, method):
-    """The Nyquist mode too, which zero padding of the spectrum alone would double."""
+    """This includes the Nyquist mode, which plain zero padding of the spectrum would double."""
     layer, x = make(grid, method=method), field(3, *grid)
     fine = call(layer, x, output_shape=[2 * n for n in grid])
     assert_close(fine[:, *(slice(None, None, 2) for _ in grid)], call(layer, x), 1e-5)
-    # And a coarser grid samples the same function.
+    # A coarser grid samples the same function.
     twice = make([n // 2 for n in grid], method=method)
     coarse = call(twice, x, output_shape=[n // 2 for n in grid])
     assert_close(coarse, call(twice, x)[:, *(slice(None, None, 2) for _ in grid)], 1e-5)
@@ -133,17 +133,17 @@ def test_half_products_alone_in_both_passes(dtype, factorization):
 
     found = products(jax.value_and_grad(loss), arrays)
     factors = 2 if factorization else 1
-    # Two transforms each way and the weights; as many again for the field's cotangent, and one
-    # for that of each weight.
+    # Two transforms each way and the weights, as many again for the field's cotangent, and one for
+    # the cotangent of each weight.
     assert len(found) == (4 + factors) * 2 + factors
     multiplied = {(e.primitive.name, e.params["dtype"].name) for e in found}
     assert multiplied == {("mixed_dot_general", dtype)}
-    # The sums of the first transform lose the mean before they are rounded. They and their
-    # cotangent are a small part of a field.
+    # The mean is subtracted from the sums of the first transform before they are rounded. These
+    # sums and their cotangent are a small part of a field.
     wide = [e for e in found if "float32" in {v.aval.dtype.name for v in (*e.invars, *e.outvars)}]
     assert len(wide) == 2
     assert {max(v.aval.size for v in e.outvars) for e in wide[:1]} == {5 * 3 * 12 * 4 * 2}
-    # The weights are an operand of one product in the forward pass, and of one in the backward.
+    # The weights are an operand of one product in each pass.
     shape = (6, 4, 3, 4, 2) if factorization is None else layer.weight.inputs.shape
     assert sum(any(v.aval.shape == shape for v in e.invars) for e in found) == 2
 
@@ -174,7 +174,7 @@ FIELDS = {
 
 
 def test_a_smooth_field_above_the_range_of_float16():
-    """Its modes are as large as it is; the result is not."""
+    """Its modes are as large as the field, but the result is not."""
     layer = make((4, 4), method="dft")
     layer = eqx.tree_at(lambda layer: layer.weight, layer, layer.weight / 16)
     x = jnp.asarray(2e5 * smooth(16), jnp.float32)
@@ -183,7 +183,7 @@ def test_a_smooth_field_above_the_range_of_float16():
 
 @pytest.mark.slow
 def test_hard_fields_in_float16():
-    """Finite, and the error that rounding alone explains, in value and gradient."""
+    """Values and gradients are finite, and rounding alone explains their errors."""
     modes = (16, 16)
     layer = make(modes, method="dft")
     half = mpx.cast_to_float16(layer)
@@ -197,14 +197,14 @@ def test_hard_fields_in_float16():
 
     for name, x in FIELDS.items():
         want, slope = oracle(exact, layer.weight, x.astype(np.float32))
-        # As a loss scaling finds one.
+        # A loss scaling finds such a scale.
         scale = 2.0 ** -np.ceil(np.log2(np.abs(slope).max()))
         y, gradient = run(half, jnp.asarray(x, jnp.float32), jnp.asarray(scale, jnp.float32))
         assert_close(y, want, TOLERANCES["float16"])
         assert_close(gradient, slope * scale, 4 * TOLERANCES["float16"])
         if name == "an offset of 50":
-            # Beside the offset of the result, which float16 rounds like any result, the field is
-            # as accurate as without it.
+            # Apart from the offset of the result, which float16 rounds like any result, the field
+            # is as accurate as without an offset.
             error = np.abs(np.asarray(y, np.float64) - want).max()
             rest = np.abs(want - np.mean(want, axis=(1, 2), keepdims=True)).max()
             assert error < np.abs(want).max() * 2.0**-11 + TOLERANCES["float16"] * rest
@@ -254,7 +254,7 @@ def test_a_stabilizer_of_ones_own():
 def test_the_cost_model():
     assert choose_method(32, (128, 128), (16, 16), "float32") == "dft"
     assert choose_method(32, (256, 256), (256, 256), "float32") == "fft"
-    for n in (64, 256, 512):  # a half FFT there is not
+    for n in (64, 256, 512):  # there is no half FFT
         for dtype in ("float16", "bfloat16"):
             assert choose_method(32, (n, n), (n, n), dtype) == "dft"
     x = field(3, 12, 12)

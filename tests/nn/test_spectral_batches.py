@@ -1,7 +1,7 @@
-"""A batch gives what its samples give, whatever its size.
+"""Tests that a batch of any size gives the same results as its samples.
 
-XLA's CPU backend computes some fusions of a small sum and a large field wrongly, from a certain
-number of elements on: the layers must not run into them.
+XLA's CPU backend computes some fusions of a small sum and a large field wrongly, above a certain
+number of elements. The layers must avoid these fusions.
 """
 
 import itertools
@@ -17,7 +17,7 @@ import mpx_pde as mpx
 
 
 def field(channels):
-    # Larger than where the fault begins: 16 samples of 16 channels on 48² points.
+    # The fault begins at 16 samples of 16 channels on 48² points, and this is larger.
     x = jax.random.normal(jax.random.key(1), (16, channels, 56, 56), jnp.float32)
     return x + jnp.arange(channels, dtype=jnp.float32).reshape(1, -1, 1, 1)
 
@@ -46,8 +46,8 @@ def test_an_operator_of_a_large_batch():
 
 @pytest.mark.parametrize("members", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_an_ensemble_in_a_batch_is_that_of_each_member_and_sample(members):
-    """A constant for each channel, mapped over members alone, took the axis of the samples for that
-    of the members: another result where there are as many, and an error where there are not."""
+    """A constant per channel, mapped over members alone, once mistook the sample axis for the
+    member axis. The result was wrong with equal counts, and an error otherwise."""
     keys = jax.random.split(jax.random.key(0), members)
     models = eqx.filter_vmap(lambda key: mpx.nn.FNO(2, 1, 8, 1, (4, 4), key=key))(keys)
     shifted = lambda x: x + jnp.arange(1.0, members + 1).reshape(-1, *(1,) * (x.ndim - 1))
