@@ -1,5 +1,5 @@
-"""A healthy program has a clean report: the problems of `examples/problems`, and networks that know
-nothing of the library."""
+"""Tests that healthy programs have clean reports: the problems of `examples/problems`, and networks
+that do not use this library."""
 
 import importlib
 import itertools
@@ -19,7 +19,7 @@ from mpx_pde.ranges._explain import explain
 problems = importlib.import_module("examples.problems")
 runner = importlib.import_module("examples.problems._runner")
 
-# Small programs are mostly first layer, which is float32.
+# The first layer is float32, and it is most of a small program.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::mpx_pde.PrecisionWarning")]
 pytestmark += [pytest.mark.usefixtures("standard_promotion")]
 
@@ -32,7 +32,7 @@ def assert_clean(gradient, *args, scaled=True):
     assert report.first_nonfinite is None
     assert report.scaled is scaled
     text = explain(report, mpx.half_precision_datatype().name)
-    # Small gradients may vanish: that is so. Nothing is to be mended.
+    # Small gradients may vanish, which is expected. There is nothing to fix.
     for word in ("but:", "not finite", "infinit", "NaN", "lower", "overflows first", "unknown"):
         assert word not in text, text
     assert "othing overflows" in text, text
@@ -78,7 +78,7 @@ def derivative_loss(model, points, *, derivatives):
     return jnp.mean((d["u_x"] + 0.1 * d["u_yy"] - d["u"]) ** 2)
 
 
-# Each in one of the ways, in turn.
+# The networks take turns with the ways.
 @pytest.mark.parametrize(("name", "way"), list(zip(NETWORKS, itertools.cycle(WAYS))))
 def test_every_healthy_network_has_a_clean_report(name, way):
     points = jax.random.uniform(jax.random.key(1), (8, 2))
@@ -93,8 +93,8 @@ def test_every_healthy_network_has_a_clean_report(name, way):
 PRECISIONS = ("bfloat16", "forward-float32-float16", "forward-float32-bfloat16")
 
 
-# One or two of each kind: orders one to four, several fields, sampled terms, scales of their
-# own, energies, three dimensions, networks of others, operators and time steps.
+# One or two of each kind: orders one to four, several fields, sampled terms, custom scales,
+# energies, three dimensions, foreign networks, operators and time steps.
 KINDS = ["allen_cahn", "biharmonic_plate", "emulate_kdv", "gated_network", "heat_inverse", "kdv"]
 KINDS += ["poisson_subdomains", "schrodinger"]
 IN_TURN = zip(problems.names(), itertools.cycle(PRECISIONS), strict=False)
@@ -108,7 +108,7 @@ def test_a_healthy_problem_of_each_kind_has_a_clean_report(name, precision):
     state, key = trainer.initial(0)
     points = jax.tree.map(lambda x: x[0], trainer.next_points(state.model, key))
     with mpx.half_precision(trainer.precision.compute):
-        # A scale at which no first step overflows.
+        # With this scale no first step overflows.
         scaling = mpx.DynamicLossScaling(1.0)
         if isinstance(state.scaling, mpx.Scaling):
             scaling = mpx.Scaling(scaling, state.scaling.derivatives)

@@ -1,4 +1,4 @@
-"""What a range report blames: the right precision, the right line, and with a mend that works."""
+"""Tests that a range report names the right precision, the right line and a fix that works."""
 
 import inspect
 import re
@@ -24,8 +24,8 @@ LARGE = np.float32(60000.0)
 # --- What overflows float16 is no fault of float32 ------------------------------------------------
 
 
-# Each on four values of 60,000 in float16: the result is beyond 65,504, and so are those below that
-# only move what the function has multiplied before.
+# Each takes four values of 60,000 in float16 and exceeds 65,504. Some multiply first, and then only
+# move the values.
 IN_HALF = {
     "stack": lambda x: jnp.stack([x * 2] * 2),
     "segment_sum": lambda x: jax.ops.segment_sum(x, jnp.array([0, 0, 1, 1]), 2),
@@ -61,7 +61,7 @@ def test_overflow_of_half_is_not_blamed_on_float32(name):
     [result] = jax.tree.leaves(report.result)
     assert result.dtype == jnp.float32
     assert np.all(np.isfinite(result))
-    # 6e4 squared is the most that any of these comes to, but for the solve, which divides by 1e-3.
+    # The largest result is 6e4 squared, apart from the solve, which divides by 1e-3.
     assert 65504 < np.max(np.abs(result)) <= 4e9
 
 
@@ -106,18 +106,18 @@ def test_nan_in_an_argument():
     ("large", "small", "told"), [(1e5, 1.0, "above 65504"), (1.0, 1e-10, "below 2^-24 is zero")]
 )
 def test_a_number_that_float16_does_not_hold(large, small, told):
-    """JAX makes an infinity or zero of it while the cast model is traced, which float32 would
-    not."""
+    """While JAX traces the cast model, it turns the number into an infinity or zero, unlike in
+    float32."""
 
     loss = lambda w, x: jnp.mean((w * x * large / large) ** 2 + jnp.log(w - 1 + small))
     line = line_here(-1)
     given = jnp.ones(3), jnp.ones(3)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of the cast of 1e5, by NumPy
+        warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, about the cast of 1e5
         half = mpx.filter_grad(loss, mpx.DynamicLossScaling())
         text = mpx.explain_nonfinite(half)(*given)
     assert_tells(text, told, f"test_range_diagnosis.py:{line}", without=("float32 itself",))
-    # What the mend says is one.
+    # The suggested fix works.
     in_full = mpx.filter_grad(loss, mpx.DynamicLossScaling(), forward="float32")
     assert told not in mpx.explain_nonfinite(in_full)(*given)
 
@@ -131,13 +131,13 @@ def test_a_derivative_in_the_loss_is_of_its_forward_pass():
 
 CLOSEST = lambda x: jnp.min(jnp.where(x > 2, x, jnp.inf), initial=9.0)
 LARGEST = lambda x: jax.ops.segment_max(x, jnp.array([0, 0, 1, 1]), num_segments=2)
-# One segment is empty, and its infinity is taken by no other.
+# One segment is empty, and its infinity reaches no other value.
 WITH_EMPTY = lambda x: jax.ops.segment_min(x, jnp.array([0, 0, 2, 2]), num_segments=3)[::2]
 NOT_NUMBERS = lambda x: jnp.nansum(jnp.where(x > 2, x, jnp.nan))
 
 
 def test_masks_of_infinity_are_harmless():
-    """What an infinity or a NaN does not reach is no trouble; what half does to the rest may be."""
+    """An infinity or a NaN that reaches no result is harmless, but half may harm the rest."""
 
     def attention(scores):
         masked = jnp.where(jnp.tril(jnp.ones((4, 4), bool)), scores, -jnp.inf)
@@ -149,7 +149,7 @@ def test_masks_of_infinity_are_harmless():
     for fun in masked:
         text = mpx.explain_nonfinite(fun, "float16")(scores)
         assert_tells(text, "othing overflows float16", without=("but:", "Everything is finite"))
-    # What arithmetic meets it may be a slip.
+    # An infinity that meets arithmetic may be a mistake.
     text = mpx.explain_nonfinite(lambda x: jnp.minimum(x + jnp.inf, 1.0), "float16")(scores)
     assert text.startswith("Nothing overflows float16. What the function returns is finite; but:")
     text = mpx.explain_nonfinite(lambda x: 1e6 * jnp.nansum(x))(jnp.asarray(NAN))
@@ -175,11 +175,11 @@ def test_float64_is_looked_at_as_it_is():
 # --- Where ----------------------------------------------------------------------------------------
 
 
-# So small a network is mostly first layer, which is float32.
+# The first layer is float32, and it is most of so small a network.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::mpx_pde.PrecisionWarning")
 def test_a_healthy_network_of_the_library():
-    """A physics-informed loss, as the documentation writes it."""
+    """Tests a physics-informed loss, written as in the documentation."""
     model = mpx.nn.CoordinateMLP(2, "scalar", 8, 1, key=jax.random.key(0))
     points = jax.random.uniform(jax.random.key(1), (4, 2))
 
@@ -195,7 +195,7 @@ def test_a_healthy_network_of_the_library():
     assert report.mixed
     assert report.first_overflow("float16") is None
     assert "othing overflows float16" in explain(report, "float16")
-    # Always the user's lines, and what the library does there in a few rows that name the layer.
+    # Lines are always the user's. A few rows that name the layer stand for the library's own work.
     lines = [row.line for row in report.rows if row.primitive not in ("input", "constant")]
     assert all(re.search(r"test_range_diagnosis\.py:\d+$", line) for line in lines)
     folded = [row for row in report.folded if row.operations > 1]
@@ -205,14 +205,14 @@ def test_a_healthy_network_of_the_library():
     per_line = [(r.line, r.layer, r.dtype, r.backward) for r in report.folded if r.operations > 1]
     assert len(set(per_line)) == len(per_line)
     assert "mpx_pde/" not in str(report)
-    # Sums of what they stand for.
+    # Folded rows sum the sizes of their operations.
     total = sum(row.size for row in report.rows)
     assert sum(row.size for row in report.folded) == total
 
 
 @pytest.mark.parametrize("wrap", [lambda fun: fun, mpx.autocast])
 def test_functions_of_jax_stand_where_they_are_called(wrap):
-    """JAX traces its own functions once, and shows the line of the first call in all."""
+    """JAX traces its own functions once, and gives all calls the line of the first."""
     x = jnp.full(3, 200.0)
     jnp.linalg.norm(x)
 
@@ -240,7 +240,7 @@ def _ruled_backward(kept, cotangent):
 
 ruled.defvjp(_ruled_forward, _ruled_backward)
 
-# Where the function with a rule of its own is called.
+# Places of a call to the function with a custom rule.
 CALLED = {
     "plain": ruled,
     "jit": lambda w, x: jax.jit(ruled)(w, x),
@@ -259,7 +259,7 @@ CALLED = {
     ids=str,
 )
 def test_a_backward_rule_is_told_as_one(call, options):
-    """JAX knows the lines of a forward rule, and of a backward rule the line of the call alone."""
+    """JAX knows the lines of a forward rule, but for a backward rule only the line of the call."""
 
     loss = lambda w, x: jnp.mean(CALLED[call](w, x).astype(jnp.float32) ** 2)
     w, x = jnp.ones((4, 4)), jnp.ones((3, 4))
@@ -268,7 +268,7 @@ def test_a_backward_rule_is_told_as_one(call, options):
     rows = [row for row in report.rows if row.inside and row.backward]
     assert any("dot_general" in row.primitive for row in rows)
     assert all("in the backward rule of the `jax.custom" in row.where for row in rows)
-    # The mean is differentiated by JAX.
+    # JAX differentiates the mean.
     assert any(row.backward and not row.inside for row in report.rows)
     if not options:
         text = explain(report, "float16")
@@ -279,14 +279,14 @@ def test_a_backward_rule_is_told_as_one(call, options):
     told = [row for row in products.rows if row.inside]
     assert told
     assert str(products).count("in the `jax.custom_vjp` called there") == len(told)
-    # The forward rule has a line of its own, where JAX has not forgotten it.
+    # The forward rule has a line of its own unless JAX has dropped it.
     if call == "plain" and not options:
         assert {row.line for row in report.rows if "dot" in row.primitive and not row.inside} == {
             f"{__file__}:{inspect.getsourcelines(_ruled_forward)[1] + 1}"
         }
 
 
-# --- The mends ------------------------------------------------------------------------------------
+# --- Fixes ----------------------------------------------------------------------------------------
 
 
 def scaled_product(x, w):
@@ -309,7 +309,7 @@ def test_the_override_that_is_named_mends(fun):
     x, w = jnp.full((4, 4), 40.0), jnp.full((4, 4), 10.0)
     text = mpx.explain_nonfinite(fun, "float16")(x, w)
     assert "overflows first" in text
-    # One may lead to the next.
+    # One override may lead to the next.
     names = []
     for _ in range(3):
         found = re.search(r"full='([^']+)'", text)
@@ -332,7 +332,7 @@ def test_a_mixed_product_is_mended_by_its_dtype():
     assert "Pass `dtype=jnp.float32` to `mpx.mixed_matmul` there" in text
     wide = mpx.explain_nonfinite(lambda x, w: fun(x, w, jnp.float32).astype(HALF) * 0, "float16")
     assert "operand of" not in wide(x, w)
-    # What the product itself rounds to half is looked at too.
+    # The report also covers values that the product itself rounds to half.
     text = mpx.explain_nonfinite(fun, "float16")(x * 1e3, w * 1e-6)
     assert "`operand of mixed_dot_general` in `mixed_matmul`" in text
 
@@ -360,7 +360,7 @@ def test_no_loss_scale_is_changed_where_there_is_none(size, told):
         fun = loss if isinstance(scaling, mpx.NoOpLossScaling) else ignoring
         none = text(mpx.filter_grad(fun, scaling))
         assert_tells(none, "`mpx.DynamicLossScaling`", without=("lower", "larger loss scale"))
-    # Nobody knows what a function of the user does.
+    # The scaling of a user's function is unknown.
     unknown = text(lambda w, x: jax.grad(mpx.cast_function(loss, "float16", "float32"))(w, x))
     assert "If the loss is scaled" in unknown or "a loss scale, or a larger one" in unknown
 
@@ -380,7 +380,7 @@ def test_only_the_branch_of_this_platform_is_lowered():
 
 
 def test_arrays_go_to_the_host_in_parts(monkeypatch):
-    """What is not finite is followed from one part to the next."""
+    """Nonfinite values are tracked from one part to the next."""
 
     def fun(x):
         y = jnp.log(x)
@@ -395,7 +395,7 @@ def test_arrays_go_to_the_host_in_parts(monkeypatch):
 
 
 def test_a_cast_of_autocast_has_the_line_of_what_is_cast():
-    """It is no argument, and passing `autocast=True` is no advice where it was passed."""
+    """The cast value is not an argument, and `autocast=True` is not suggested if it was passed."""
 
     def loss(model, x):
         large = x * 1e6
@@ -437,7 +437,7 @@ def test_scales_are_the_advice_for_derivatives(forward):
 
 
 def test_an_epsilon_that_is_zero_in_half_is_no_fault_of_float32():
-    """Also where float32 divides by it."""
+    """This holds even if float32 divides by it."""
     cast = lambda w, x: (w[0] / 2).astype(x.dtype) / (0 * w + 1e-8).astype(x.dtype)
     loss = lambda w, x: jnp.mean(x * cast(w, x))
     gradient = mpx.filter_grad(loss, mpx.StaticLossScaling(1.0), keep_full=(False, True))

@@ -1,4 +1,4 @@
-"""Range reports: what they count, and whether they name the right line."""
+"""Tests range reports: their counts, and the lines that they name."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ def row_of(report, primitive):
 
 # --- Counting -------------------------------------------------------------------------------------
 
-# Each with the half formats in which it is lost, and how.
+# Each value with the half formats that lose it, and how.
 VALUES = {
     0.0: {},
     1.0: {},
@@ -51,7 +51,7 @@ def test_what_a_format_loses(value):
         loss = row.loss(name)
         for kind in ("overflow", "subnormal", "zero"):
             assert getattr(loss, kind) == (0.75 if how == kind else 0.0)
-        # As the rounding itself says.
+        # NumPy's rounding agrees.
         with np.errstate(over="ignore", under="ignore"):
             back = np.asarray(x)[1].astype(jnp.dtype(name))
         assert np.isinf(back) == (how == "overflow")
@@ -74,7 +74,7 @@ def test_loops_add_up():
 
 
 def test_the_first_overflow_in_a_loop_is_that_of_the_first_step():
-    """In program order the addition stands first; it overflows a step later, from the product."""
+    """The addition comes first in the program, but it overflows a step later than the product."""
 
     def fun(x):
         def outer(c, _):
@@ -104,7 +104,7 @@ def test_while_and_cond():
 
 def test_shard_map():
     fun = over_devices(lambda x: lax.psum(jnp.exp(x), "data"), 4, P("data"), P())
-    # Devices call the host at the same time: one in eight reports had lost some of them.
+    # Devices call the host at the same time. One in eight reports used to lose some calls.
     for _ in range(10):
         row = row_of(mpx.range_report(fun)(jnp.arange(8.0)), "exp")
         assert row.size == 8
@@ -128,7 +128,7 @@ def test_the_run_is_float32_whatever_the_function_casts_to():
 
 
 def test_a_planted_overflow_is_reported_at_its_own_line():
-    """In a scanned, vmapped, jitted, checkpointed, differentiated sub-function."""
+    """The sub-function is scanned, vmapped, jitted, checkpointed and differentiated."""
 
     @jax.jit
     def harmless(x):
@@ -156,7 +156,7 @@ def test_a_planted_overflow_is_reported_at_its_own_line():
 
 def test_the_first_that_is_not_finite():
     def fun(x):
-        y = jnp.maximum(x, -jnp.inf)  # an infinity that is an operand is no fault
+        y = jnp.maximum(x, -jnp.inf)  # an infinity as an operand is not reported
         z = jnp.log(y)
         return jnp.exp(z) + z
 
@@ -251,5 +251,5 @@ def test_an_operation_that_the_table_leaves_out_is_evaluated_in_float32():
     report = mpx.range_report(slope)(a, x)
     assert "igamma_grad_a" in [row.primitive for row in report.rows]
     want = slope(jnp.float32(a), jnp.float32(x))
-    # In half it would be off by 2^-12 or so.
+    # In half the error would be about 2^-12.
     np.testing.assert_allclose(report.result, want, rtol=2.0**-20)
