@@ -1,4 +1,4 @@
-"""What the benchmarks stand on: rounding to TF32, levels, and the code of a result."""
+"""Tests the basis of the benchmarks: rounding to TF32, levels, and the commit of a result."""
 
 import argparse
 import importlib
@@ -58,8 +58,8 @@ def test_all_commands_of_a_level_are_understood(level):
 
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_step_is_compared_with_float64_with_and_without_predictions(tmp_path):
-    """Gradients in float32 are right to some roundings; predictions are compared where there are
-    any."""
+    """Gradients in float32 are right up to some roundings. Predictions are compared if a loss
+    returns them."""
     x = normal(0, (8, 3))
     predict = lambda w, x: jnp.tanh(x @ w)
     losses = {
@@ -87,7 +87,7 @@ def test_a_step_is_compared_with_float64_with_and_without_predictions(tmp_path):
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
-    """Adds a commit to a repository of its own, with a text in the library."""
+    """Creates a separate repository. Returns a function that commits a text to its library."""
     monkeypatch.setattr(_report, "ROOT", tmp_path)
     library = tmp_path / "mpx_pde"
     library.mkdir()
@@ -136,5 +136,5 @@ def test_a_benchmark_goes_on_where_it_was_left(tmp_path, repository):
         report.record("errors", **key, u=1.0)
     assert go_on(same_code=True) == (keys[1:], 1)
     repository("2")
-    assert go_on() == (keys[1:], 2)  # writes nothing but what was there, and both commits
+    assert go_on() == (keys[1:], 2)  # it keeps the old records and lists both commits
     assert go_on(same_code=True) == (keys, 1)

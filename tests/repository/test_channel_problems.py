@@ -1,5 +1,5 @@
-"""The cooling problems of `examples/problems` with flow in three dimensions: conditions, points,
-equations, and the finite volumes that they are compared with."""
+"""Tests the cooling problems of `examples/problems` with flow in three dimensions: conditions,
+points, equations, and the finite volumes that they are compared with."""
 
 import functools
 import importlib
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def surface(seed, boxes, count):
-    """Points on faces of boxes and their normals; those of `geometry` take long to compile."""
+    """Returns points on faces of boxes and their normals. `geometry` compiles more slowly."""
     draw = np.random.default_rng(seed)
     box, axis, end = (draw.integers(n, size=count) for n in (len(boxes), 3, 2))
     low, high = np.moveaxis(np.array(boxes, np.float32), 1, 0)[:, box]
@@ -82,7 +82,7 @@ def test_a_problem_without_a_size_says_so():
 
 
 def smooth(point, np=jnp):
-    """Fields whose velocity has no divergence."""
+    """Returns fields whose velocity has no divergence."""
     x, y, z = point
     u, v, w = 1 + np.sin(2 * y) * np.cos(z), np.cos(x + z), np.sin(2 * x - y)
     return np.stack([u, v, w, np.sin(x + 2 * y * z), np.cos(x - y + 2 * z)])
@@ -94,8 +94,8 @@ def channel_of(**options):
 
 
 def rates_off(channel, residuals, cells):
-    """How far the rates of finite volumes are from those of the residuals, at x > 1 over the
-    floor: of u, v, w and T, relative to the largest. In 64-bit types."""
+    """Returns the differences between the rates of finite volumes and of the residuals, at x > 1
+    over the floor: for u, v, w and T, relative to the largest. Needs 64-bit types."""
     solver = volumes.FiniteVolumes(channel, 1 / cells)
     places, fields = [], []
     for field in range(5):
@@ -108,7 +108,7 @@ def rates_off(channel, residuals, cells):
     rates = [*rates, solver.heat(fields[:3], fields[4], viscosity)]
     at, got = [], []
     for (x, y, z), rate in zip(places[:3] + places[4:], rates, strict=True):
-        # Away from walls by more than a cell, and closest to the floor.
+        # More than a cell away from walls, and closest to the floor.
         kept = (x > 1.05) & (x < 1.75) & (np.abs(y) < 0.18) & (z > 0.12) & (z < 0.28)
         at.append(np.stack([x, y, z], axis=-1)[kept])
         got.append(np.asarray(rate)[kept])
@@ -124,7 +124,7 @@ def rates_off(channel, residuals, cells):
 @pytest.mark.parametrize("name", ["fpga_laminar", "fpga_zero_equation"])
 def test_finite_volumes_solve_the_equations_that_are_trained(name, monkeypatch):
     problem = module(name)
-    # Eddies with a length that depends on the distance, as large as the viscosity.
+    # The eddy viscosity is as large as the viscosity, with a length that depends on the distance.
     channel = channel_of(mixing=0.5 if name == "fpga_zero_equation" else 0.0)
     monkeypatch.setattr(problem, "CHANNEL", channel)
     residuals = problem.residuals
@@ -142,7 +142,7 @@ def test_the_references_keep_mass(name):
     flow = volumes.steady(module(name).CHANNEL, 10, 3e-7)
     assert np.abs(flow["flux"] / flow["flux"][0] - 1).max() < 1e-6
     u, *_, t = flow["fields"]
-    # As many cells are solid as the block has, and the fluid is faster beside it.
+    # The solid cells fill the block, and the fluid is faster beside it.
     solid = np.isnan(u).mean() * geometry.volume([module(name).CHANNEL.space])
     assert solid == pytest.approx(geometry.volume(module(name).CHANNEL.block))
     assert np.nanmean(u[8]) > 1.1 * np.nanmean(u[0])
@@ -152,7 +152,7 @@ def test_the_references_keep_mass(name):
 @pytest.mark.slow
 def test_an_extrapolated_reference_is_nearer_to_that_of_finer_cells(monkeypatch):
     channel = channel_of(viscosity=0.05)._replace(space=Box((0, -0.3, 0), (0.8, 0.3, 0.4)))
-    # Of each size once: what takes long is to compile them.
+    # Each size is solved only once, because it compiles slowly.
     solved = functools.cache(lambda cells: volumes.steady(channel, cells))
     monkeypatch.setattr(volumes, "cached", lambda name, make, cells, **_: solved(cells))
     fine = volumes.reference(channel, 20).values.reshape(8, 2, 6, 2, 4, 2, 5)

@@ -1,4 +1,4 @@
-"""What README and landing page say in words is what the results say in figures."""
+"""Tests that the words of the README and the landing page agree with the figures in the results."""
 
 import re
 import statistics
@@ -15,7 +15,7 @@ PAGES = ("README.md", "docs/index.md")
 
 
 def text(page):
-    """Of a page, without tables, in one line."""
+    """Returns the text of a page without tables, in one line."""
     lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
     return " ".join(line for line in lines if not line.startswith("|"))
 
@@ -26,7 +26,7 @@ def curves(rival):
 
 
 def final(rival):
-    """From the seed that all rivals have trained from."""
+    """Returns the last error for the seed that all rivals share."""
     [error] = [c["errors"][-1] for c in curves(rival) if c["seed"] == 0]
     return error
 
@@ -66,7 +66,7 @@ def test_no_speed_is_claimed_before_it_is_measured(page):
 
 
 def test_what_was_compiled_for_an_h100_is_said_not_to_have_run():
-    """In the tables, and in the figures."""
+    """Both tables and figures say so."""
     for name in ("steps.steps", "summary.headline"):
         assert NOT_RUN in table(name)(), name
     assert "not run" in table("steps.collectives")()

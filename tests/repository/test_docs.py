@@ -1,4 +1,4 @@
-"""Every Python block of the documentation runs, and every public name is in the reference."""
+"""Tests that every Python block of the documentation runs and every public name has a reference."""
 
 import importlib.util
 import re
@@ -10,9 +10,9 @@ from pages import ROOT, blocks
 import mpx_pde as mpx
 
 
-# Pages on other libraries, which are optional.
+# Pages that need other libraries, which are optional.
 LIBRARIES = {"other_libraries.md": ("jinns", "pdequinox")}
-# What `test_jno.py` runs in a process of its own.
+# `test_jno.py` runs this page in a separate process.
 APART = ("jno.md",)
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -23,7 +23,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     [page for page in PAGES if blocks(page, "python") and page.name not in APART],
     ids=lambda page: str(page.relative_to(ROOT)),
 )
-# jinns filters this warning of Equinox where it is imported; pytest forgets that.
+# jinns filters this warning of Equinox on import, but pytest resets the filter.
 @pytest.mark.filterwarnings("ignore:Using `field:UserWarning")
 @pytest.mark.usefixtures("standard_promotion")
 def test_the_blocks_of_a_page_run_in_order(page):
@@ -31,7 +31,7 @@ def test_the_blocks_of_a_page_run_in_order(page):
         pytest.importorskip(library)
     namespace = {"__name__": "__docs__"}
     for line, source in blocks(page, "python"):
-        # Tracebacks and warnings then tell the line of the page.
+        # With the blank lines, tracebacks and warnings name the line of the page.
         exec(compile("\n" * (line - 1) + source, str(page), "exec"), namespace)
 
 
@@ -70,7 +70,7 @@ def test_numbers_and_code_of_tables_stay_in_one_piece(html, pieces):
 
 
 def test_no_formula_is_left_in_latex():
-    """No extension renders it."""
+    """No extension renders LaTeX."""
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         assert not re.search(r"\\\(|\\\[|\\(sin|frac|partial)\b", text), page

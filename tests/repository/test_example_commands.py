@@ -1,4 +1,4 @@
-"""What a user of the examples types and sees: options, tables at 80 columns, Ctrl-C."""
+"""Tests the command lines of the examples: options, usage errors, Ctrl-C."""
 
 import argparse
 import importlib
@@ -13,16 +13,16 @@ from pages import ROOT
 commands = importlib.import_module("_command_line")
 solitons = importlib.import_module("solitons")
 PATHS = sorted((ROOT / "examples").glob("[!_]*.py"))
-# Those of one page have no options.
+# The one-page examples have no options.
 EXAMPLES = [path.stem for path in PATHS if not path.stem.startswith("minimal_")]
 
 
 def parser_of(name, monkeypatch):
-    """The parser of an example's command line."""
+    """Returns the parser of an example's command line."""
     found = []
     path = ROOT / "examples" / f"{name}.py"
     monkeypatch.setattr(commands, "run_main", lambda main, options: found.append(options))
-    # A module of that name, for its dataclasses.
+    # The dataclasses of the example need a module of this name.
     monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
     code = compile(path.read_text(encoding="utf-8"), str(path), "exec")
     exec(code, vars(sys.modules["__main__"]))
@@ -74,7 +74,7 @@ def test_a_folder_that_cannot_be_written_is_a_usage_error(name, tmp_path, monkey
             assert "is no folder" in capsys.readouterr().err
         given = vars(options.parse_args([option, str(tmp_path / "new" / "folder")]))
         assert given[option.strip("-")] == tmp_path / "new" / "folder"
-    assert not (tmp_path / "new").exists()  # asking makes nothing
+    assert not (tmp_path / "new").exists()  # parsing creates no folder
 
 
 # --- Ctrl-C ----------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ def test_ctrl_c_keeps_what_was_trained(tmp_path, monkeypatch, capsys):
     run = solitons.Training.run
 
     def press(self, steps, seed, progress, stop):
-        """Ctrl-C after the first call of the second training."""
+        """Runs the training and presses Ctrl-C after the first call of the second one."""
 
         def pressed():
             if self.precision == "float32-rounded":

@@ -1,4 +1,4 @@
-"""What the problems share, and what some of them are measured against."""
+"""Tests the code that the problems share, and the references of some problems."""
 
 import dataclasses
 import itertools
@@ -44,9 +44,9 @@ def test_a_skipped_step_changes_the_scaling_alone(broken):
     given = {"loss": lambda *a, **k: 1e12 * oscillation(*a, **k)} if broken == "gradients" else {}
     training, points = trainer(), jax.random.uniform(jax.random.key(1), (16, 1))
     state, _ = training.initial(0)
-    state, _ = training.step(state, points)  # moments, an average
+    state, _ = training.step(state, points)  # gives it moments and an average
     if broken == "derivatives":
-        # Hidden products of about 2^20, beyond float16.
+        # Hidden products are about 2^20, beyond float16.
         heavy = lambda u: eqx.tree_at(lambda u: u.hidden[0].weight, u, replace_fn=lambda w: w * 1e6)
         state = state._replace(model=heavy(state.model))
     new, (_, finite) = trainer(**given).step(state, points)
@@ -73,7 +73,7 @@ def test_naive_float16_is_float16_everywhere():
     assert all(d.startswith("float16") for d in dtypes)
     point = jnp.asarray([0.3, 0.7], jnp.float16)
     assert plain(point).dtype == jnp.float16
-    # The same function, but for rounding: some ten roundings of 2^-11 of values of about 1.
+    # The function is the same up to some ten roundings of 2^-11 of values of about 1.
     assert np.isclose(plain(point), network(point.astype(jnp.float32)), atol=2.0**-6)
 
 
@@ -91,7 +91,7 @@ def test_burgers_reference_solves_the_equation():
     u_t = (exact(t + h, x) - exact(t - h, x)) / (2 * h)
     u_x = (exact(t, x + h) - exact(t, x - h)) / (2 * h)
     u_xx = (exact(t, x + h) - 2 * u + exact(t, x - h)) / h**2
-    # Central differences: h² times third and fourth derivatives, of up to 1e4 near the shock.
+    # Central differences err by h² times third and fourth derivatives, up to 1e4 near the shock.
     assert np.allclose(u_t + u * u_x, nu * u_xx, atol=1e-3)
 
 
@@ -107,7 +107,7 @@ def test_spectral_solver_is_of_fourth_order():
 
 
 def test_allen_cahn_reference_is_fine_enough():
-    """Errors of the trainings are above 1e-5."""
+    """The trainings have errors above 1e-5."""
     example = module("allen_cahn")
     coarse, fine = example.reference(2048, 400).values, example.reference().values
     assert np.linalg.norm(coarse - fine) < 2e-6 * np.linalg.norm(fine)
@@ -117,7 +117,7 @@ def test_allen_cahn_reference_is_fine_enough():
 def test_the_right_hand_side_in_many_dimensions_is_the_laplacian():
     example = module("poisson_1000d")
     x = 0.9 * example.ball(jax.random.key(1), 2)
-    # Of 1,000 second derivatives, by columns of the Hessian.
+    # The trace sums 1,000 second derivatives, by columns of the Hessian.
     gradient = jax.grad(example.solution)
     column = lambda p, e: jnp.vdot(jax.jvp(gradient, (p,), (e,))[1], e)
     trace = jax.jit(jax.vmap(lambda p: jnp.sum(jax.vmap(lambda e: column(p, e))(jnp.eye(1000)))))
@@ -143,5 +143,5 @@ def test_helmholtz_source_and_residual_against_float64():
         wide = mpx.cast_tree(naive.without_protection(u), "float64")
         want = laplacian(wide, points) + example.K**2 * jax.vmap(wide)(points) - source
         want = np.asarray(want) / example.SIZE
-    # float32: a Laplacian of many terms of either sign.
+    # The float32 Laplacian sums many terms of either sign.
     assert np.allclose(got, want, atol=1e-4 * np.abs(want).max())

@@ -1,5 +1,5 @@
-"""The references of flows agree with published tables and with themselves, and fields meet their
-conditions."""
+"""Tests that flow references agree with published tables and with themselves, and that fields meet
+their conditions."""
 
 import itertools
 
@@ -28,7 +28,7 @@ def test_cavity_reference_against_published_values():
     assert np.isclose(u.min(), -0.2140424, rtol=5e-3)
     assert np.isclose(v.max(), 0.1795728, rtol=5e-3)
     assert np.isclose(v.min(), -0.2538030, rtol=5e-3)
-    # Ghia et al. differ from these values by up to 0.008 themselves.
+    # The tables of Ghia et al. differ from these values by up to 0.008.
     table_u, table_v = cavity_reference.GHIA_U, cavity_reference.GHIA_V
     assert table_u.shape == table_v.shape == (17, 2)
     u, _ = cavity_reference.center_lines(table_u[:, 0], n=32)
@@ -47,7 +47,7 @@ def test_cavity_reference_converges_and_keeps_its_mass(turbulence):
         assert np.abs(mass).max() < 1e-9
         lines.append(np.concatenate(cavity_reference._sample(flow, s)))
     coarse, fine = (np.linalg.norm(a - b) for a, b in itertools.pairwise(lines))
-    # The first order would be 2, the second 4, of which eight cells do not show much.
+    # First order gives 2 and second order 4, but eight cells are too few to reach it.
     assert coarse / fine > 2.2
 
 
@@ -56,7 +56,7 @@ def test_cavity_fields_meet_the_boundary_conditions():
     s = np.linspace(0.05, 0.95, 10)
     at = lambda x, y: np.asarray(jax.vmap(model)(jnp.float32(np.stack([x, y], axis=1))))
     lid = at(s, np.ones(10))
-    # By the formula at a distance of 1e-6 from the lid.
+    # The formula moves points on the lid down by 1e-6.
     assert np.allclose(lid[:, 0], 1, atol=1e-4)
     assert np.allclose(lid[:, 1], 0, atol=1e-4)
     for wall in (at(s, 0 * s), at(0 * s, s), at(0 * s + 1, s)):
@@ -67,7 +67,7 @@ def test_cavity_fields_meet_the_boundary_conditions():
 
 
 def on_grid(cells):
-    """Centers of cells, and u, v, p and the temperature there."""
+    """Returns the centers of cells, and u, v, p and the temperature there."""
     points, values = heat_sink.reference(cells)
     x, y = (np.unique(points[:, i]) for i in (0, 1))
     return x, y, values.T.reshape(4, len(x), len(y))

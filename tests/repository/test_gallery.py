@@ -1,4 +1,4 @@
-"""The gallery: every picture is there, of a problem that is there, and shows what it says."""
+"""Tests that every gallery picture exists, shows an existing problem and has its equation."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""The two examples that a newcomer reads first: short, on public names alone, and they learn."""
+"""Tests that the two examples for newcomers are short, use only public names, and learn."""
 
 import ast
 import importlib
@@ -26,10 +26,10 @@ def test_it_is_short_and_uses_public_names_alone(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "options", "below"), [
-    # A network that has learnt nothing errs by 1.
+    # An untrained network has an error of 1.
     ("minimal_pinn", {"steps": 600}, 0.5),
     ("minimal_fno", {"steps": 60, "samples": 128}, 0.7),
 ])  # fmt: skip
-@pytest.mark.usefixtures("standard_promotion")  # as they run by themselves
+@pytest.mark.usefixtures("standard_promotion")  # the examples use JAX's defaults
 def test_it_learns(name, options, below):
     assert importlib.import_module(name).main(**options) < below

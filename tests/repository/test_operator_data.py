@@ -1,4 +1,4 @@
-"""The data of the neural-operator examples, against analytic solutions."""
+"""Compares the data of the neural-operator examples with analytic solutions."""
 
 import importlib
 
@@ -50,7 +50,7 @@ def grid(n):
 
 
 def smooth(n):
-    """u = sin(πx) sin(πy) for a = exp(x + 2y)."""
+    """Returns a = exp(x + 2y), its right-hand side, and u = sin(πx) sin(πy)."""
     x, y = grid(n)
     a = np.exp(x + 2 * y)
     u = np.sin(np.pi * x) * np.sin(np.pi * y)
@@ -60,8 +60,8 @@ def smooth(n):
 
 
 def layered(n):
-    """A jump of a at x = ½. The flux a u_x = cos(2πx) sin(πy) is continuous and not zero there,
-    so u_x jumps."""
+    """Returns the same for an `a` that jumps at x = ½. The flux a u_x = cos(2πx) sin(πy) is
+    continuous and not zero there, so u_x jumps."""
     x, y = grid(n)
     a = np.where(x < 0.5, darcy.HIGH, darcy.LOW)
     s = np.sin(2 * np.pi * x) * np.sin(np.pi * y)
@@ -69,7 +69,7 @@ def layered(n):
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-# The jump lies halfway between two points where n is odd.
+# The jump lies halfway between two points because n is odd.
 @pytest.mark.parametrize(("exact", "sizes"), [(smooth, (16, 32, 64)), (layered, (15, 31, 63))])
 def test_the_solver_is_of_second_order(exact, sizes, transposed):
     errors = []
@@ -85,7 +85,7 @@ def test_a_sample_is_the_same_function_at_every_resolution_and_in_every_data_set
     a, u = darcy.darcy_data(3, 16, seed=0)
     fine, fine_u = darcy.darcy_data(2, 64, seed=0)
     np.testing.assert_array_equal(fine[:, ::4, ::4], a[:2])
-    # Interfaces are resolved to a cell only: the error is of first order in 1/16.
+    # The grid resolves interfaces only to a cell, so the error is of first order in 1/16.
     assert np.linalg.norm(fine_u[:, ::4, ::4] - u[:2]) < 0.05 * np.linalg.norm(u)
     assert a.dtype == u.dtype == np.float32
     assert set(np.unique(a)) == {darcy.LOW, darcy.HIGH}

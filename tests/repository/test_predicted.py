@@ -1,4 +1,4 @@
-"""Predictions from compiled programs: bytes and operations are XLA's, and those of a hand count."""
+"""Compares bytes and operations of compiled programs with XLA's counts and with hand counts."""
 
 from pathlib import Path
 
@@ -12,8 +12,8 @@ from benchmarks._hlo import Module, Shape, shapes
 from benchmarks._roofline import KINDS, Roofline, summary
 
 
-# What XLA writes, made small: a fusion that reads a slice and multiplies it, a product with a
-# workspace, a loop that runs it five times, and an update in place.
+# A small version of XLA's output: a fusion that reads a slice and multiplies it, a product with a
+# workspace, a loop that runs the product five times, and an update in place.
 TEXT = (Path(__file__).parent / "small_program.hlo").read_text(encoding="utf-8")
 
 
@@ -30,14 +30,14 @@ def test_a_program_is_read_as_it_stands():
 
 def test_bytes_and_operations_are_those_of_a_hand_count():
     fusion, gemm, update = Roofline(Module.parse(TEXT)).kernels()
-    # 10 rows of the slice and `b` in, half as many bytes out; the product goes into the sum.
+    # Reads 10 rows of the slice and `b`, writes half the bytes of either. The sum takes `multiply`.
     assert (fusion.read, fusion.written) == (2 * 320, 160)
     assert fusion.arithmetic == 80 * (1 + 20 + 2)
     assert (fusion.kind, fusion.own_seconds) == ("elementwise", 4.5e-6)
-    # 10 × 8 × 4 terms, five times; the workspace is no traffic.
+    # 10 × 8 × 4 terms, five times. The workspace causes no traffic.
     assert gemm.products == {"half": 2 * 10 * 8 * 4}
     assert (gemm.read, gemm.written, gemm.times) == (160 + 64, 160, 5)
-    # A row in, a row out, and where.
+    # The update reads a row and its index, and writes a row.
     assert (update.read, update.written) == (32 + 4, 32)
 
 
@@ -65,7 +65,7 @@ def test_bytes_and_products_on_a_cpu_are_those_that_xla_counts(fun):
     assert cost is not None
     assert text is not None
     record = summary(Roofline(Module.parse(text)).kernels(), H100)
-    # XLA counts what goes into constants and scalars too: less than a percent here.
+    # XLA also counts traffic of constants and scalars, which is less than a percent here.
     assert record["bytes"] == pytest.approx(cost["bytes accessed"], rel=0.05)
     products = 1 if fun is _network else 2
     (operations,) = record["operations"].values()
@@ -87,6 +87,6 @@ def test_the_traffic_of_small_steps_may_hardly_grow():
 def test_the_ideal_is_the_products_and_the_state():
     module = Module.parse(TEXT)
     seconds = predicted.ideal_seconds(module, Roofline(module).kernels(), H100)
-    # Parameters of 3200, 320, 64, 32 and 4 bytes in, 3200 out.
+    # Parameters of 3200, 320, 64, 32 and 4 bytes go in, and 3200 bytes come out.
     moved = (2 * 3200 + 320 + 64 + 32 + 4) / (3.35e12 * 0.85)
     assert seconds == pytest.approx(5 * 640 / (989e12 * 0.6) + moved)

@@ -1,4 +1,4 @@
-"""The problems of `examples/problems`: their solutions solve what is trained, and they train."""
+"""Tests that the problems of `examples/problems` train and that their solutions solve them."""
 
 import functools
 import importlib
@@ -18,7 +18,7 @@ problems = importlib.import_module("examples.problems")
 runner, deep, command, references = map(module, ("_runner", "_deep", "__main__", "references"))
 FOLDER = ROOT / "examples" / "problems"
 NAMES = problems.names()
-# Read rather than imported: a problem imports solvers and data.
+# The files are read rather than imported, because a problem imports solvers and data.
 EXACT = [n for n in NAMES if "\ndef exact(" in (FOLDER / f"{n}.py").read_text(encoding="utf-8")]
 
 
@@ -35,7 +35,7 @@ def test_a_file_imports_nothing_private_but_what_they_share(name):
     private = re.findall(r"^(?:from|import) +(\S*\b_\w+|\._\w+)", text, re.MULTILINE)
     assert set(private) <= {"._problem", "._deep", "._operators", "._channel", "._finite_volumes"}
     assert re.search(r"\bmpx_pde\._", text) is None
-    # None has a setting for a precision.
+    # No problem has a setting for a precision.
     assert re.search(r"float16|bfloat16|loss_scal|init_scale|max_scale", text) is None
 
 
@@ -52,12 +52,12 @@ def test_a_name_that_is_none_is_told():
 def test_the_loss_of_the_exact_solution_vanishes_in_float64(name, monkeypatch):
     file = module(name)
     if name == "black_scholes":
-        monkeypatch.setattr(file, "SAMPLES", file.SIZE)  # of all it is no sample
+        monkeypatch.setattr(file, "SAMPLES", file.SIZE)  # takes all instead of a sample
     problem = file.PROBLEM
     few = lambda x: x[:16] if x.ndim > 1 else x
 
     def loss(size, points):
-        """Of a solution that is off by `size`."""
+        """Evaluates the loss of a solution that is off by `size`."""
         wrong = lambda p: problem.exact(p) + size * jnp.sin(1.0 + jnp.sum(p * (1 + 0.3 * p)))
         return problem.loss(wrong, points)
 
@@ -65,14 +65,14 @@ def test_the_loss_of_the_exact_solution_vanishes_in_float64(name, monkeypatch):
         points = jax.tree.map(few, problem.sample(jax.random.key(0)))
         evaluate = jax.jit(loss)
         exact = float(evaluate(0.0, points))
-        # Squares of float64's rounding, of terms up to some thousands; factors of summands that
-        # are drawn at random are float32.
+        # Squares of float64's rounding, of terms up to some thousands. Factors of randomly drawn
+        # summands are float32.
         assert abs(exact) < (1e-15 if name == "black_scholes" else 1e-22)
         assert float(evaluate(1e-2, points)) > 1e-9
         assert problem.at.shape[1] == len(problem.coords)
 
 
-MET = {  # the conditions that the form of a deep network meets: faces, and the fields known there
+MET = {  # the faces on which a deep network's form meets the conditions, and the count of fields
     "burgers_1d": ("t0 x0 x1", 1),
     "allen_cahn": ("t0", 1),
     "kdv": ("t0 x0 x1", 1),
@@ -94,7 +94,7 @@ def test_the_network_of_the_deep_recipe_meets_the_conditions(name):
     problem = problems.load(name)
     faces, fields = MET[name]
     exact = problem.exact
-    if name == "burgers_1d":  # whose solution is no function of JAX
+    if name == "burgers_1d":  # its solution is not a JAX function
         exact = lambda p: -jnp.sin(jnp.pi * p[1])
     elif name == "allen_cahn":
         exact = lambda p: p[1] ** 2 * jnp.cos(jnp.pi * p[1])
@@ -108,7 +108,7 @@ def test_the_network_of_the_deep_recipe_meets_the_conditions(name):
             points = np.random.default_rng(0).uniform(low, high, (20, len(low)))
             points[:, axis] = (low, high)[int(face[1])][axis]
             known = [np.reshape(jax.vmap(f)(points), (20, -1))[:, :fields] for f in (model, exact)]
-            # Rounding of sums; what is left of a kink in the initial values.
+            # Rounding of sums, or the remainder of a kink in the initial values.
             np.testing.assert_allclose(*known, rtol=0, atol=1e-6 if name == "allen_cahn" else 1e-12)
 
 
@@ -119,7 +119,7 @@ def test_the_network_of_the_deep_recipe_meets_the_conditions(name):
 def test_a_harmonic_series_is_right_at_the_boundary():
     holes = module("poisson_holes")
     solution, bound = holes.solution()
-    # By the maximum principle the error is nowhere larger, but between the boundary's points.
+    # By the maximum principle, the error is larger at most between the boundary's points.
     assert bound < 1e-6
     assert holes.solution(20)[1] > 10 * bound
     assert 0 < solution(np.array([[0.0, 0.0]]))[0] < 1
@@ -160,7 +160,7 @@ def test_vortices_are_those_of_taylor_and_green():
     slow = np.exp(-0.2)
     assert relative(u, -np.cos(x)[:, None] * np.sin(x) * slow) < 1e-6
     assert relative(v, np.sin(x)[:, None] * np.cos(x) * slow) < 1e-6
-    # The initial fields of the problem belong together.
+    # The problem's initial vorticity belongs to its initial velocity.
     fields = module("navier_stokes_long_time").start(x[:, None], x[None], np.cos, np.sin)
     given = {**given, "time": 1e-6, "time_step": 1e-6}
     found = references.vortices(fields[2], **given)[0]
@@ -173,14 +173,14 @@ def test_the_vorticity_to_learn_is_resolved():
     flow = module("operator_navier_stokes")
     coarse, fine = flow.solved(2, 64, 0), flow.solved(2, 128, 0)
     np.testing.assert_array_equal(fine["first"][:, ::2, ::2], coarse["first"])
-    # Waves beyond 2/3 of those of the coarse grid, which leaves them out.
+    # The difference is in waves beyond 2/3 of the coarse grid's, which it omits.
     assert relative(fine["last"][:, ::2, ::2], coarse["last"]) < 2e-3
-    assert relative(fine["last"], fine["first"]) > 0.3  # it flows
+    assert relative(fine["last"], fine["first"]) > 0.3  # the fluid moves
 
 
 @pytest.mark.slow
 def test_heat_in_a_finned_block_goes_out_where_it_must():
-    # In a cube of size 1, cos k(x − ½) cos k(y − ½) Z(z) with k tan k/2 = 1 and Z'' = 2k² Z.
+    # The exact T in a unit cube: cos k(x − ½) cos k(y − ½) Z(z) with k tan k/2 = 1, Z'' = 2k² Z.
     k = brentq(lambda k: k * np.tan(k / 2) - 1, 1, 2)
     s = np.sqrt(2) * k
     b = -1 / s
@@ -233,9 +233,9 @@ def outcome(precision, **options):
 )
 def test_a_precision_trains(precision):
     found = outcome(precision)
-    # By hand the first loss scale is too large, and steps are skipped until it is not.
+    # A cast by hand starts with too large a loss scale and skips steps until it fits.
     assert found.skipped == (1 if precision == "naive-float16" else 0)
-    # Six steps go the same way in each, by their first digits.
+    # Six steps give the same first digits in each precision.
     assert abs(found.error / outcome("float32").error - 1) < 0.1
 
 
@@ -249,7 +249,7 @@ def test_lbfgs_goes_on_where_the_training_ended():
         return runner.Trainer(problem, "forward-float32-bfloat16", optimizer=optimizer, **given)
 
     before, after = trainer("adam+lbfgs").stages(0)
-    assert len(transformed) == 2  # emulations hold for the step, and for the gradient of L-BFGS
+    assert len(transformed) == 2  # emulations apply to the step and to the gradient of L-BFGS
     assert before == trainer("adam")(0)
     assert (before.optimizer, after.optimizer) == ("adam", "adam+lbfgs")
     assert after.error < before.error
@@ -257,8 +257,8 @@ def test_lbfgs_goes_on_where_the_training_ended():
         trainer("sgd")
 
 
-# A size of cells and steps, how solutions of twice as many are thinned out, and how far they are
-# apart. Where four blocks meet, u has corners.
+# A size of cells and steps, a function that thins out solutions of twice that size, and a bound of
+# their difference. At the corner of four blocks, u is not smooth.
 SIZES = {
     "poisson_subdomains": ((64,), lambda u: u.reshape(64, 2, 64, 2).mean(axis=(1, 3)), 1e-2),
     "wave_heterogeneous": ((1000,), lambda u: u, 1e-4),
@@ -287,5 +287,5 @@ def test_the_flow_over_a_step_changes_little_with_the_grid():
     coarse, fine = fields[0], fields[1].reshape(60, 2, 20, 2, 3).mean(axis=(1, 3))
     known = np.isfinite(coarse) & np.isfinite(fine)
     assert relative(coarse[known], fine[known]) < 0.06  # of first order at the corner
-    # What comes in goes out.
+    # The outflow equals the inflow.
     assert abs(fields[1][-1, :, 0].mean() - 0.5) < 1e-3

@@ -1,4 +1,4 @@
-"""The README's commands are what CI runs, and its diff is a diff between two programs that run."""
+"""Tests that the README's commands set up what they use, its links work, and its diff runs."""
 
 import re
 import shlex
@@ -61,5 +61,5 @@ def test_both_sides_of_the_diff_run_and_agree(standard_promotion):
     trained, _, scaling, half_loss = half["step"](model, opt_state, half["scaling"], x)
     assert scaling.skipped_steps == 0
     assert trained.layers[0].weight.dtype == jnp.float32
-    # A mean of squares of values rounded to 11 bits.
+    # The loss is a mean of squares of values that are rounded to 11 bits.
     assert jnp.allclose(half_loss, full_loss, rtol=1e-2)
