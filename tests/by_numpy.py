@@ -1,7 +1,7 @@
-"""Traced programs evaluated by NumPy, an equation at a time.
+"""Evaluates traced programs with NumPy, one equation at a time.
 
-A random program runs once, and compiling it takes a hundred times as long as running it. What is
-not listed here is bound as JAX does it, and then compiled once for its shapes.
+A random program runs once, and compiling it takes a hundred times as long as running it. JAX binds
+the primitives that are not listed here, and compiles each once for its shapes.
 """
 
 import functools as ft
@@ -128,13 +128,13 @@ _RULES = {
 }
 
 _FLOATS = {"div", "pow", "integer_pow"}
-"""Listed for numbers that are no integers."""
+"""Primitives whose rules are for floating-point and complex numbers only, not for integers."""
 
 _CALLS = CALLS | {"custom_jvp_call", "custom_vjp_call", "remat2"}
 
 
 def called(function, *args):
-    """Returns what a function returns, as arrays of NumPy."""
+    """Returns the result of a function as NumPy arrays."""
     closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
     return jax.tree.unflatten(jax.tree.structure(shape), evaluate(closed, jax.tree.leaves(args)))
 
@@ -146,7 +146,7 @@ def evaluate(closed, args, rounding=None):
 
 
 def _held(x):
-    """An array of NumPy, where it is no random key."""
+    """Converts to a NumPy array unless `x` is a random key."""
     return x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else np.asarray(x)
 
 
@@ -165,7 +165,7 @@ def _run(closed, args, rounding):
 
 @ft.lru_cache(1000)
 def _needed(jaxpr):
-    """The equations that the results depend on. Layers draw weights that nobody reads."""
+    """Returns the equations that the results depend on. Layers draw weights that are not used."""
     read, out = {v for v in jaxpr.outvars if not hasattr(v, "val")}, []
     for eqn in reversed(jaxpr.eqns):
         if eqn.effects or not read.isdisjoint(eqn.outvars):
@@ -191,7 +191,7 @@ def _apply(eqn, args, rounding):
         n, m = params["cond_nconsts"], params["body_nconsts"]
         carry = args[n + m :]
         while np.any(going := _run(test, [*args[:n], *carry], rounding)[0]):
-            # Of several under `vmap` those that have come to their end stay.
+            # Under `vmap`, carries of finished loops stay as they are.
             new = _run(step, [*args[n : n + m], *carry], rounding)
             going = [np.reshape(going, going.shape + (1,) * (x.ndim - going.ndim)) for x in new]
             carry = list(map(np.where, going, new, carry))

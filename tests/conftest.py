@@ -1,5 +1,5 @@
-"""Settings of the whole suite: eight virtual CPU devices, JAX at its strictest, and annotations
-that are checked."""
+"""Settings of the whole suite: eight virtual CPU devices, JAX at its strictest, and checked
+annotations."""
 
 import ctypes
 import gc
@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 
-# Read when JAX starts its backend, so before JAX is imported. Nearly all of the suite's time is the
-# compilation of small programs, most of it LLVM's optimization of them, which changes no result
-# that the tests look at; for a GPU it stays as it is.
+# JAX reads this when it starts its backend, so it is set before the import. Nearly all of the
+# suite's time is compilation of small programs, mostly LLVM's optimization. It changes no result
+# that the tests look at. For a GPU it stays on.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "")
 os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
 if not Path("/dev/nvidiactl").exists():
@@ -25,16 +25,16 @@ import jaxtyping
 import pytest
 
 
-# A silent upcast (a lost input cast) is an error, and so is a silent broadcast.
+# Makes silent upcasts (lost input casts) and silent broadcasts errors.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# The same examples in every run, and none written to disk. A first example compiles, so there is
-# no deadline.
+# Every run uses the same examples and writes none to disk. There is no deadline, because a first
+# example compiles.
 hypothesis.settings.register_profile("suite", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("suite")
 
-# Every annotation of the package is checked, shapes and dtypes included. Not in `__init__`, where
+# Checks every annotation of the package, including shapes and dtypes, except in `__init__`, where
 # the hook would leave a name of its own.
 _package = importlib.util.find_spec("mpx_pde")
 _modules = [m.name for m in pkgutil.iter_modules(_package.submodule_search_locations, "mpx_pde.")]
@@ -44,7 +44,7 @@ with jaxtyping.install_import_hook(_modules, "beartype.beartype"):
 
 @pytest.fixture
 def unchecked_annotations():
-    """For tests of wrong arguments, to which the hook would object before the package does."""
+    """Turns the hook off for wrong arguments, which it would reject before the package does."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
@@ -52,14 +52,14 @@ def unchecked_annotations():
 
 @pytest.fixture
 def standard_promotion():
-    """JAX as its users have it, for code of others."""
+    """Restores JAX's default promotion, for foreign code."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
 
 @pytest.fixture(autouse=True)
 def half_precision_as_it_was():
-    """The half-precision setting is global: each test leaves it as it found it."""
+    """Restores the global half-precision setting after each test."""
     before = mpx.half_precision_datatype()
     yield
     mpx.set_half_precision_datatype(before)
@@ -79,14 +79,14 @@ def _memory() -> int:
 
 
 def pytest_runtest_teardown(item):
-    """JAX keeps what it has compiled, which is most of the memory of a worker."""
+    """Drops compiled programs, most of a worker's memory, if the process has grown too much."""
     stash = item.config.stash
     if _memory() > stash.setdefault(_largest, _ROOM):
         eqx.clear_caches()
         jax.clear_caches()
         gc.collect()
-        # glibc keeps what is freed until it is told not to.
+        # glibc keeps freed memory until it is trimmed.
         if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "malloc_trim"):
             ctypes.CDLL(None).malloc_trim(0)
-        # Not all of it does.
+        # Some memory is not freed.
         stash[_largest] = max(_ROOM, _memory() + _ROOM // 2)

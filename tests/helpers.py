@@ -1,5 +1,5 @@
-"""Helpers of several test files: comparing PyTrees, tolerances, looking into jaxprs, programs on
-several devices, and formulas of a network and of a spectral convolution."""
+"""Helpers of several test files: comparison of PyTrees, tolerances, inspection of jaxprs, programs
+on several devices, and formulas of a network and of a spectral convolution."""
 
 import inspect
 import re
@@ -20,12 +20,12 @@ from mpx_pde.nn._spectral_weights import CPWeight
 
 HALVES = ("float16", "bfloat16")
 
-# Error against an oracle, relative to the largest entry of each leaf, by the dtype in which the
-# arithmetic was done. Each is a number of unit roundoffs:
+# Error against an oracle, relative to the largest entry of each leaf, by the dtype of the
+# arithmetic. Each is a number of unit roundoffs:
 # - float64 and float32: the same operations as the oracle, in another order (fusion, sums over
 #   some hundred entries): 2^6 of 2^-53 and of 2^-24.
-# - float16 and bfloat16: networks of two or three layers, where some ten roundings follow one
-#   another and some cancel: 2^4 of 2^-11 and of 2^-8.
+# - float16 and bfloat16: networks of two or three layers, with some ten successive roundings, some
+#   of which cancel: 2^4 of 2^-11 and of 2^-8.
 TOLERANCES = {"float64": 2.0**-47, "float32": 2.0**-18, "float16": 2.0**-7, "bfloat16": 2.0**-4}
 
 
@@ -52,7 +52,7 @@ def _difference(x: Any, y: Any, tolerance: float | None) -> str | None:
 
 
 def _compare(a: Any, b: Any, tolerance: Any) -> bool:
-    """Prints the differences, which pytest shows when the assertion fails."""
+    """Compares PyTrees and prints the differences, which pytest shows if the assertion fails."""
     if jtu.tree_structure(a) != jtu.tree_structure(b):
         print(f"structures: {jtu.tree_structure(a)}\n       and: {jtu.tree_structure(b)}")
         return False
@@ -67,14 +67,14 @@ def _compare(a: Any, b: Any, tolerance: Any) -> bool:
 
 
 def tree_equal_bits(a: Any, b: Any) -> bool:
-    """Whether structures, dtypes and shapes are equal, and all arrays to the last bit: a NaN
-    equals itself, 0.0 does not equal -0.0. Other leaves are compared by type and `==`."""
+    """Returns whether structures, dtypes, shapes and all bits of arrays are equal: a NaN equals
+    itself, 0.0 does not equal -0.0. Other leaves are compared by type and `==`."""
     return _compare(a, b, lambda x: None)
 
 
 def tree_allclose(a: Any, b: Any, computed_in: str | None = None, bits: int = 0) -> bool:
-    """Whether structures, dtypes and shapes are equal, and floating-point arrays equal within the
-    tolerance of `computed_in`, by default their own dtype, times 2^`bits`. Other leaves must be
+    """Returns whether structures, dtypes and shapes are equal, and floating-point arrays within the
+    tolerance of `computed_in` (their own dtype by default) times 2^`bits`. Other leaves must be
     equal."""
 
     def tolerance(x):
@@ -86,7 +86,7 @@ def tree_allclose(a: Any, b: Any, computed_in: str | None = None, bits: int = 0)
 
 
 def assert_close(got: Any, want: Any, tolerance: float) -> None:
-    """Compares values alone, not dtypes: `want` may be an oracle in float64. The tolerance is
+    """Compares only values, not dtypes, so `want` may be an oracle in float64. The tolerance is
     relative to the largest entry of each leaf."""
     for x, y in zip(jtu.tree_leaves(got), jtu.tree_leaves(want), strict=True):
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
@@ -95,18 +95,18 @@ def assert_close(got: Any, want: Any, tolerance: float) -> None:
 
 
 def line_here(offset: int = 0) -> int:
-    """The number of the line that calls this."""
+    """Returns the number of the line that calls this, plus `offset`."""
     return inspect.currentframe().f_back.f_lineno + offset
 
 
 def avals(tree: Any) -> list[tuple[str, bool]]:
-    """What a jitted function compiles for: type and weak type of each array leaf."""
+    """Returns the compilation key of each array leaf: its type and whether it is weakly typed."""
     arrays = [x for x in jtu.tree_leaves(tree) if eqx.is_array(x)]
     return [(str(jax.typeof(x)).lstrip("~"), bool(getattr(x, "weak_type", False))) for x in arrays]
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """All equations of a (closed) jaxpr and of those inside it."""
+    """Yields all equations of a (closed) jaxpr and of the jaxprs inside it."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     for equation in jaxpr.eqns:
         yield equation
@@ -128,7 +128,7 @@ def policy(compute: str, output: str = "float32") -> str:
 
 
 def plain_update(model: Any, optimizer: Any, state: Any, grads: Any, **extra_args: Any) -> Any:
-    """The step of an optimizer without this library."""
+    """Takes a step of an optimizer without this library."""
     # Optax mixes int32 counters with floats.
     with jax.numpy_dtype_promotion("standard"):
         params = eqx.filter(model, eqx.is_inexact_array)
@@ -137,13 +137,13 @@ def plain_update(model: Any, optimizer: Any, state: Any, grads: Any, **extra_arg
 
 
 def assert_half(fun: Any, *args: Any, half: str = "float16") -> list[str]:
-    """Every product that the compiler sees, in whatever `fun` does, is half × half."""
+    """Checks that every product in `fun` that the compiler sees is half × half. Returns them."""
     return products_are_half(program_for_gpu(jax.jit(fun), *args), half)
 
 
 def program_for_gpu(fun: Any, *args: Any) -> str:
-    """What the compiler for a GPU would see of a jitted function; none has to be there. For a CPU
-    the operands of products are widened, which leaves no halves to look at."""
+    """Returns a jitted function as a GPU's compiler would see it. No GPU is needed. For a CPU the
+    operands of products are widened, which leaves no halves to look at."""
     return fun.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -151,7 +151,7 @@ def products_are_half(text: str, half: str) -> list[str]:
     products = [
         line
         for line in text.splitlines()
-        # Where the program asks for more, as solvers do for their own sums, it gets it.
+        # A program may ask for more, as solvers do for their own sums.
         if ("stablehlo.dot_general" in line or "stablehlo.convolution" in line)
         and "HIGHEST" not in line
         and "complex" not in line
@@ -165,7 +165,7 @@ def products_are_half(text: str, half: str) -> list[str]:
 
 
 def scalar(fun: Any) -> Any:
-    """A loss out of whatever `fun` returns."""
+    """Builds a loss from all floating-point results of `fun`."""
 
     def loss(*args):
         leaves = [x for x in jax.tree.leaves(fun(*args)) if eqx.is_inexact_array(x)]
@@ -175,8 +175,8 @@ def scalar(fun: Any) -> Any:
 
 
 def coordinate_mlp(model: Any, point: Any) -> Any:
-    """What a `CoordinateMLP` returns, from its layers as formulas: its own float32 casts would
-    round in float64."""
+    """Evaluates a `CoordinateMLP` from formulas of its layers, because the float32 casts of the
+    module itself would round in float64."""
     embedding = model.embedding.module
     parts = []
     for c, period in zip(point, embedding.periods, strict=True):
@@ -197,7 +197,7 @@ def pairs(x):
 
 
 def dense(weight):
-    """A factorized weight, built as the definition says."""
+    """Builds the dense complex weight from a factorized or plain one, by definition."""
     if not isinstance(weight, CPWeight):
         return pairs(weight)
     inputs, outputs, *modes = map(pairs, (weight.inputs, weight.outputs, *weight.modes))
@@ -207,7 +207,7 @@ def dense(weight):
 
 
 def spectral_by_definition(weight, modes, x, output=None):
-    """A spectral convolution: `rfftn`, multiplication of modes one by one in place, `irfftn`."""
+    """Computes a spectral convolution by `rfftn`, multiplication of each mode, and `irfftn`."""
     grid, axes = x.shape[1:], range(1, x.ndim)
     output = output or grid
     *full, last = modes
@@ -221,26 +221,26 @@ def spectral_by_definition(weight, modes, x, output=None):
 
 
 def assert_tells(text: str, *parts: str, without: tuple[str, ...] = ()) -> None:
-    """A message holds these parts, in any order, and none of the others."""
+    """Checks that a message contains these parts, in any order, and none of `without`."""
     assert [part for part in parts if part not in text] == [], text
     assert [part for part in without if part in text] == [], text
 
 
 def in_float64(tree: Any) -> Any:
-    """A tree with its floating-point arrays in float64, under 64-bit types."""
+    """Casts the floating-point arrays of a tree to float64. Needs 64-bit types."""
     wide = lambda x: jnp.asarray(np.asarray(x, np.float64)) if eqx.is_inexact_array(x) else x
     return jax.tree.map(wide, tree)
 
 
 def over_devices(fun: Any, count: int, in_specs: Any, out_specs: Any, **options: Any) -> Any:
-    """`fun` on so many devices, along the axis `"data"`."""
+    """Maps `fun` over `count` devices, along the axis `"data"`."""
     mesh = jax.make_mesh((count,), ("data",), (AxisType.Auto,), devices=jax.devices()[:count])
     return jax.shard_map(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options)
 
 
 def training_step(loss: Any, optimizer: Any, **options: Any) -> Any:
-    """A compiled step, as users write it: from a model, the state of the optimizer, a scaling and
-    a batch to the first three after it, the loss, whether it was taken, and gradients."""
+    """Builds a compiled step, as users write it. It takes a model, the optimizer's state, a scaling
+    and a batch. It returns the new first three, the loss, whether it was taken, and gradients."""
 
     @eqx.filter_jit
     def step(model, state, scaling, *batch):
@@ -253,20 +253,20 @@ def training_step(loss: Any, optimizer: Any, **options: Any) -> Any:
 
 
 def oscillation(u: Any, points: Any, weight: Any = 1.0, *, derivatives: Any, square: float = 1.0):
-    """The loss of u'' = −`square` u."""
+    """Returns the loss of u'' = −`square` u."""
     d = mpx.partials(u, ["u", "u_xx"], coords="x", outputs="u", scaling=derivatives)
     d = jax.vmap(d)(points)
     return jnp.mean(weight * (d["u_xx"] + square * d["u"]) ** 2)
 
 
 def flat(tree: Any) -> np.ndarray:
-    """The floating-point numbers of an array or of a tree, as one vector in float64."""
+    """Returns the floating-point numbers of an array or a tree as one vector in float64."""
     leaves = [x for x in jtu.tree_leaves(tree) if eqx.is_inexact_array_like(x)]
     return np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in leaves])
 
 
 def relative(got: Any, want: Any) -> float:
-    """The norm of a difference over that of what it should be, of arrays or of trees."""
+    """Returns the norm of the difference of two arrays or trees, relative to the norm of `want`."""
     return float(np.linalg.norm(flat(got) - flat(want)) / np.linalg.norm(flat(want)))
 
 
@@ -276,7 +276,7 @@ class Pair(NamedTuple):
 
 
 class OwnScaling(mpx.AbstractLossScaling):
-    """A scaling of a user's own, with another scaling inside and an option of any kind."""
+    """A user's own scaling, with another scaling inside and an option of any kind."""
 
     inner: mpx.AbstractLossScaling
     rule: Any = eqx.field(static=True)
@@ -292,16 +292,16 @@ class OwnScaling(mpx.AbstractLossScaling):
 
 
 def running(scaling):
-    """That of a run that has taken a step: its scale falls by its factor, and not faster."""
+    """Marks a scaling as having taken a step, so its scale falls only by its factor."""
     return eqx.tree_at(lambda s: s.taken_steps, scaling, jnp.ones_like(scaling.taken_steps))
 
 
 def scaler(exponent: int, **options: Any) -> Any:
-    """A dynamic scaling at a power of two, of a run that has taken a step."""
+    """Builds a dynamic scaling at a power of two, of a run that has taken a step."""
     return running(mpx.DynamicLossScaling(2.0**exponent, **options))
 
 
 def products(fun: Any, *args: Any) -> list[Any]:
-    """The equations of a function that multiply, and its Fourier transforms."""
+    """Returns the equations of a function that are products or Fourier transforms."""
     names = re.compile("dot_general|fft|conv_general_dilated")
     return [e for e in equations(jax.make_jaxpr(fun)(*args)) if names.search(e.primitive.name)]

@@ -1,4 +1,4 @@
-"""The root of the repository, and the Python blocks of its pages."""
+"""The root of the repository, its problem modules, and the fenced blocks of its pages."""
 
 import importlib
 import re
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def module(name: str) -> Any:
-    """A module of `examples/problems`."""
+    """Imports a module of `examples/problems`."""
     return importlib.import_module(f"examples.problems.{name}")
 
 
@@ -18,7 +18,7 @@ _FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def blocks(page: Path, language: str) -> list[tuple[int, str]]:
-    """The fenced blocks of a page, each with the number of its first line."""
+    """Returns the fenced blocks of a page, each with the number of its first line."""
     text = page.read_text(encoding="utf-8")
     return [
         (text.count("\n", 0, match.start(2)) + 1, match[2])

@@ -1,4 +1,4 @@
-"""The table of modes: what the library is asked of a random program, and the same in plain JAX."""
+"""The table of modes: requests to the library for a random program, and their plain JAX forms."""
 
 import itertools
 from collections.abc import Callable
@@ -15,22 +15,22 @@ import mpx_pde as mpx
 
 COORDS, OUTPUTS = "xyztabcdefghijklm", "uvw"
 
-# Split products and TF32 by their documented accuracy.
+# Split products and TF32 have their documented accuracy.
 UNITS = {name: format_of(name) for name in ("bfloat16", "float16", "float32", "float64")}
 UNITS |= {"tensorfloat32": Format(2.0**-11), "bfloat16_x3": Format(2.0**-16)}
 FULL = UNITS["float32"]
 
 
 class Mode(NamedTuple):
-    """What is asked of a program.
+    """A request for a random program.
 
     **Attributes:**
 
     - `kind`: `"point"` for programs of one point, `"loss"` for losses of a batch.
-    - `options`: draws what else is random.
-    - `exact`: the answer in plain JAX, in whatever precision its arguments have.
-    - `library`: the answer of the library, leaf by leaf as `exact`'s.
-    - `units`: the roundings of what is full and of what is half, by the first word of a leaf.
+    - `options`: draws the other random choices.
+    - `exact`: the answer in plain JAX, in the precision of its arguments.
+    - `library`: the answer of the library, with the same leaves as `exact`'s.
+    - `units`: the roundings of full and of half values, by the first word of a leaf.
     - `wide`: whether 64-bit types are on.
     """
 
@@ -44,8 +44,8 @@ class Mode(NamedTuple):
 
 # --- Derivatives ---------------------------------------------------------------------------------
 
-# What is summed is written as pairs of directions and factors; a factor in a string is a function
-# of the point `p`.
+# A sum is written as pairs of directions and factors. A factor in a string is a function of the
+# point `p`.
 
 
 def factor_of(factor):
@@ -53,15 +53,15 @@ def factor_of(factor):
 
 
 def nested(f, directions):
-    """The derivative along `directions`, by nested forward mode."""
+    """Returns the derivative along `directions`, by nested forward mode."""
     for d in directions:
         f = lambda p, f=f, d=d: jax.jvp(f, (p,), (d.astype(p.dtype),))[1]
     return f
 
 
 def exact_sums(f, p, o):
-    """All sums of derivatives at a point, each with an axis of outputs. `turn` takes directions in
-    another order, which makes no difference but for a rule that is no derivative."""
+    """Returns all sums of derivatives at a point, each with an axis of outputs. `turn` rotates the
+    order of directions, which matters only for a rule that is not a derivative."""
     eye = jnp.eye(p.size)
     all_dirs = {dirs for s in o["sums"].values() for dirs, _ in s}
     all_dirs = sorted(all_dirs, key=lambda d: (len(d), d))
@@ -82,7 +82,7 @@ def order_of(s):
 
 
 def named(o, sums):
-    """Leaves by order, so that those of one order are compared with each other."""
+    """Names leaves by order, so that leaves of one order are compared with each other."""
     return {
         f"order{order_of(o['sums'][name])}/{name}_{OUTPUTS[i]}": x[..., i]
         for name, x in sums.items()
@@ -95,7 +95,7 @@ def word(dirs, coords):
 
 
 def evaluation(f, o, **options):
-    """The call of the library that `o` asks for."""
+    """Makes the call of the library that `o` asks for."""
     coords, outputs = COORDS[: o["size"]], OUTPUTS[: o["outputs"]]
     names = {"coords": coords, "outputs": outputs, **options}
     is_term = lambda s: len(s) == 1 and s[0][1] == 1.0
@@ -130,7 +130,7 @@ def evaluation(f, o, **options):
 
 
 def combine(values, o):
-    """One number of all leaves, for gradients."""
+    """Combines all leaves into one number, for gradients."""
     coefficients = itertools.cycle((1.0, -0.7, 0.4, 1.3))
     parts = [c * x for c, (_, x) in zip(coefficients, sorted(values.items()), strict=False)]
     return jnp.mean(sum(parts) ** 2 if o.get("squared") else sum(parts))
@@ -149,7 +149,7 @@ def exact_derivatives(f, w, q, o):
 
 
 def spread_by(how, at, q):
-    """`at` of all points, by the transformation `how`."""
+    """Evaluates `at` at all points with the transformation `how`, or for `"call"` at the first."""
     if how == "call":
         return jax.tree.map(lambda x: x[None], at(q[0]))
     if how == "scan":
@@ -172,7 +172,7 @@ def library_derivatives(f, w, q, o):
 
 
 def drop_ins(f, w, q, o):
-    """`mpx.derivatives.grad`, `jacfwd` and `hessian` for JAX's own."""
+    """Evaluates `mpx.derivatives.grad`, `jacfwd` and `hessian` in place of JAX's own."""
     return _drop_ins(mpx.derivatives, f, mpx.cast_tree(w, o["half"]) if o["half"] else w, q, o)
 
 
@@ -180,8 +180,8 @@ def exact_drop_ins(f, w, q, o):
     found = _drop_ins(jax, f, w, q, o)
     if o["drop_in"] not in ("hessian", "jacfwd of jacfwd"):
         return found
-    # The library evaluates each entry above the diagonal once. A rule that is the derivative of no
-    # function has other entries below it.
+    # The library evaluates each entry above the diagonal once. If a rule is not the derivative of
+    # any function, the entries below it differ.
     mirrored = lambda x: jnp.triu(x) + jnp.triu(x, 1).swapaxes(-1, -2)
     return {name: mirrored(x) for name, x in found.items()}
 
@@ -203,7 +203,7 @@ def derivative_units(o):
 
 
 def wide_units(o):
-    # Where something is cast to float32, the judge knows it by its dtype.
+    # The judge recognizes a cast to float32 by the dtype.
     return {"order": (UNITS["float64"],) * 2, "grad": (UNITS["float64"],) * 2}
 
 
@@ -270,7 +270,7 @@ def draw_operator(rng):
 
 
 def draw_sampled(rng):
-    """All coordinates without replacement, or the estimator rebuilt from its key."""
+    """Draws all coordinates without replacement, or rebuilds the estimator from its key."""
     size, order = int(rng.choice([2, 3, 5, 10])), int(rng.choice([1, 2, 2, 3]))
     o = base(rng, size)
     replace, key = bool(rng.random() < 0.5), int(rng.integers(1000))
@@ -297,7 +297,7 @@ def draw_drop_ins(rng):
 
 
 def value_and_grad(loss, o, scaling=None):
-    """The gradient transformation that `o` asks for, with leaves that are told apart."""
+    """Builds the gradient transformation that `o` asks for, with named leaves."""
     policy = f"params=float32,compute={o['half']},output=float32"
     options = {"policy": policy, **o["gradient"]}
     scaling = mpx.DynamicLossScaling(2.0**10) if scaling is None else scaling
@@ -385,7 +385,7 @@ FORWARDS = ["float32", "float32", "bfloat16_x3", "tensorfloat32"]
 def forward_units(o):
     half, forward = UNITS[o["half"]], o["gradient"].get("forward")
     if forward is None:
-        # Kept in full is the data, at most.
+        # At most the data are kept in full.
         data = half if not o["gradient"] else FULL
         return {"value": (data, half), "grad": (data, half)}
     value = UNITS[forward]
@@ -409,7 +409,7 @@ def draw_loss(gradient):
 
 
 def draw_cast(rng):
-    """Everything cast, or the model alone: the six arrays of data are kept."""
+    """Draws a cast of everything, or of the model alone, which keeps the six arrays of data."""
     return {"keep_full": (False, *[True] * 6)} if rng.random() < 0.7 else {}
 
 

@@ -1,9 +1,9 @@
 """Statements of random programs, as people write them, and the functions that they call.
 
 In a template `{x}` is any array, `{a}` one with axes, `{b}` one of the shape of the first operand,
-`{s}` a scalar, `{v}` a vector, `{u}` a vector of the same length, `{m}` a matrix; `{n}` and `{l}`
-are the first and the last size of the first operand, `{i}` is an index below `{n}`, `{c}` a number,
-and `{W:n,4}` a new weight of that shape. Parameters of functions have names that are of no input.
+`{s}` a scalar, `{v}` a vector, `{u}` a vector of the same length, `{m}` a matrix. `{n}` and `{l}`
+are the first and the last size of the first operand. `{i}` is an index below `{n}`, `{c}` a number,
+and `{W:n,4}` a new weight of that shape. No input has the name of a function's parameter.
 """
 
 import equinox as eqx
@@ -14,11 +14,11 @@ from jax import lax
 
 
 TABLE = np.float64(np.float32(np.random.default_rng(0).normal(size=512)))
-"""What data is looked up in."""
+"""The table in which programs look up data."""
 
 
 def rounded(x):
-    """Returns `x`. The judge puts a function in its place that marks what is stored."""
+    """Returns `x`. The judge replaces this by a function that marks stored values."""
     return x
 
 
@@ -26,7 +26,7 @@ def rounded(x):
 
 
 def own(body):
-    """`body` with a derivative of its own, which is its derivative."""
+    """Gives `body` a custom rule that computes its ordinary derivative."""
     fun = jax.custom_jvp(body)
     fun.defjvp(lambda primals, tangents: jax.jvp(body, primals, tangents))
     return fun
@@ -48,19 +48,19 @@ centred = jax.custom_jvp(lambda v: v * 1.0)
 centred.defjvp(lambda p, t: (centred(*p), t[0] - jnp.mean(t[0])))
 
 
-# The identity, of which the derivative of the derivative mixes entries.
+# The identity, whose second derivative mixes entries.
 tilted = jax.custom_jvp(lambda v: v * 1.0)
 tilted.defjvp(lambda p, t: (tilted(*p), centred(jnp.sin(p[0])) * t[0]))
 
 
-# The square of a complex number: not holomorphic.
+# The squared magnitude of a complex number, which is not holomorphic.
 magnitude = jax.custom_jvp(lambda z: jnp.abs(z) ** 2)
 magnitude.defjvp(lambda p, t: (magnitude(*p), 2 * jnp.real(jnp.conj(p[0]) * t[0])))
 
 
 @jax.custom_jvp
 def logaddexp(x, y):
-    """By its name, it is JAX's."""
+    """A function that has the name of JAX's `logaddexp` and other values."""
     return jnp.sin(x) * y
 
 
@@ -69,7 +69,7 @@ logaddexp.defjvp(lambda p, t: (logaddexp(*p), jnp.cos(p[0]) * p[1] * t[0] + jnp.
 
 @jax.custom_vjp
 def huber(v):
-    # sqrt(1 + v²) - 1, written so that nothing cancels inside of one statement.
+    # sqrt(1 + v²) - 1, in a form in which nothing cancels inside of one statement.
     return jnp.sum(v * v / (jnp.sqrt(1 + v * v) + 1))
 
 
@@ -83,7 +83,7 @@ def running(v):
 
 
 def layers(v, weights):
-    """Layers of one shape, in a scan."""
+    """Layers of one shape in a scan."""
     return lax.scan(lambda h, w: (rounded(jnp.tanh(h @ w)), None), v, weights)[0]
 
 
@@ -95,14 +95,14 @@ def residual(v, weights):
 
 
 def newton(x):
-    """Square roots of `1 + x**2` by Newton's steps, in a while loop."""
+    """Computes square roots of `1 + x**2` by Newton's steps, in a while loop."""
     a = 1 + x * x
     step = lambda c: (c[0] + 1, rounded(0.5 * (c[1] + a / c[1])))
     return lax.while_loop(lambda c: c[0] < 6, step, (0, a))[1]
 
 
 def halved(x):
-    """Divides by a power of two until all is below one, in a while loop that values end."""
+    """Halves all entries in a while loop until the largest is at most one."""
     return lax.while_loop(lambda h: jnp.max(jnp.abs(h)) > 1, lambda h: h / 2, x)
 
 
@@ -113,19 +113,19 @@ def reversed_sums(v):
 
 
 def stopped_layers(v, weights):
-    """Loops without a derivative in the layers of a scan, which need none."""
+    """Layers in a scan that contain while loops, whose derivatives are not needed."""
     step = lambda h, w: (rounded(jnp.tanh(w @ h) + lax.stop_gradient(newton(h)) * h), None)
     return lax.scan(step, v, weights)[0]
 
 
 def shifted_layers(v, weight):
-    """What is computed of weights alone, in a loop, with numbers of float32."""
+    """Layers in a loop that compute a value of weights alone, with float32 numbers."""
     step = lambda h, _: (rounded(jnp.tanh(h @ rounded(weight + np.float32(0.5)))), None)
     return lax.scan(step, v, None, length=3)[0]
 
 
 def one_of_two(v, weight):
-    """A branch that weights decide, and numbers of float32 in it."""
+    """A branch that depends on the weights and contains float32 numbers."""
     double = lambda v: v @ rounded(weight * np.float32(2))
     return lax.cond(jnp.sum(weight**2) > np.float32(0.1), double, lambda v: v @ weight, v)
 
@@ -150,7 +150,7 @@ def hermite(x):
 
 
 def positive(m):
-    """A well-conditioned symmetric matrix."""
+    """Returns a well-conditioned symmetric matrix."""
     return jnp.eye(m.shape[-1]) * 2 + rounded(jnp.tanh(m).T @ jnp.tanh(m)) / m.shape[0]
 
 
@@ -547,7 +547,7 @@ one_of_two({v}, {W:n,n})
 (lambda k: jax.checkpoint(lambda k, v: v @ (k / jnp.linalg.norm(k) + 1))(k, {v}))({W:n,n})
 """
 
-# What people do to a batch before a model sees it: `a` lies near 1e4, `z` near 1e-3, `t` in [0, 1],
+# Common preparations of a batch for a model. `a` lies near 1e4, `z` near 1e-3, and `t` in [0, 1],
 # half of the time within 1e-2.
 PREPARATIONS = _lines("""
 a - 1e4
@@ -606,14 +606,14 @@ jnp.count_nonzero(x > 0, axis=1) / 4.0
 jnp.concatenate([x, 1e3 * z], 1)
 """)
 
-# Only where 64-bit types are on.
+# Only for modes with 64-bit types.
 WIDE = _lines("""
 ((1e8 + jnp.sin({x})) - 1e8).astype(jnp.float32)
 jnp.tanh({x}).astype(jnp.float32)
 ({x} * 1e6 - jnp.floor({x} * 1e6)).astype(jnp.float32)
 """)
 
-# Layers of a batch, with what is done to the data written where it is used.
+# Layers of a batch that also prepare the data themselves.
 MODELS = _lines("""
 jnp.tanh((a - 1e4) @ {W:4,8} + {W:8})
 jnp.tanh(jnp.diff(a, axis=0) @ {W:4,8})
@@ -668,4 +668,4 @@ FAMILIES = {
     "matrices": (2, _lines(MATRICES)),
     "weighted": (5, _lines(WEIGHTED)),
 }
-"""Templates and how often they are drawn."""
+"""Templates, with the odds of drawing from each family."""

@@ -1,8 +1,8 @@
-"""Roundings that the judge of random programs makes at random, in float64.
+"""Random roundings in float64, for the judge of random programs.
 
-Each operation of a program and of its derivatives rounds in full, so what cancels inside of a
-statement, of a loop or of a rule of JAX's shows. What a program stores in half is marked by the
-primitive `rounded`.
+Each operation of a program and of its derivatives rounds in full. This reveals cancellation inside
+a statement, a loop or a rule of JAX. The primitive `rounded` marks values that a program stores in
+half.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from mpx_pde.interpret import _tables as tables
 
 
 class Format(NamedTuple):
-    """How far rounding moves a number: by `unit` of it, or by `least`, and never beyond zero."""
+    """The size of a rounding: `unit` relative to the number, or `least`, but never beyond zero."""
 
     unit: float
     least: float = 0.0
@@ -24,19 +24,19 @@ class Format(NamedTuple):
 
 def format_of(dtype):
     found = jnp.finfo(dtype)
-    # Without its subnormal numbers, which some devices round to zero.
+    # Excludes subnormal numbers, which some devices round to zero.
     return Format(float(found.eps) / 2, float(found.tiny) / 2)
 
 
 ROUNDS = tables.FULL | tables.PRODUCTS | tables.ARITHMETIC | tables.ELEMENTWISE | {"atan2"}
 ROUNDS -= {"neg", "abs"}
-"""The primitives whose results are rounded. Others move values or choose between them."""
+"""Primitives whose results are rounded. Others move values or choose between them."""
 
 DRAWN = 2**16
 
 
 class Rounding:
-    """Multiplies by 1 ± a rounding, with other signs each time."""
+    """Multiplies by 1 ± a rounding, with different signs each time."""
 
     def __init__(self, rng, full, half):
         self.signs, self.formats = rng.choice([-1.0, 1.0], DRAWN), {"full": full, "half": half}
@@ -48,7 +48,7 @@ class Rounding:
         self.count += 1
         start = 7919 * self.count % max(DRAWN - x.size, 1)
         signs = np.resize(self.signs[start : start + x.size], x.shape)
-        # A part of the program may be in float32 where 64-bit types are on. Less than a unit in the
+        # With 64-bit types, a part of the program may be in float32. A change below a unit in the
         # last place would be rounded away.
         unit, least = self.formats[kind]
         unit = max(unit, float(jnp.finfo(x.dtype).eps))
@@ -62,12 +62,12 @@ _rounded.def_impl(lambda x, **_: x)
 _rounded.def_abstract_eval(lambda x, **_: x)
 mlir.register_lowering(_rounded, lambda _, x, **params: [x])
 batching.primitive_batchers[_rounded] = lambda xs, dims, **ps: (_rounded.bind(*xs, **ps), dims[0])
-# A derivative is stored and rounded on its own, and so is a cotangent.
+# Derivatives and cotangents are stored and rounded on their own.
 ad.deflinear2(_rounded, lambda cotangent, _, **params: [_rounded.bind(cotangent, **params)])
 
 
 def rounded(x, kind="half"):
-    """Marks what a program stores."""
+    """Marks a value that a program stores."""
     if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
         return x
     return _rounded.bind(jnp.asarray(x), kind=kind)

@@ -1,13 +1,13 @@
-"""Random programs as people write them, judged against plain JAX in float64.
+"""Judges random programs, in the style of users, against plain JAX in float64.
 
 ```
 python -m tests.programs --seconds 600 --seed 0 --mode partials laplacian
 ```
 
-A program is Python source, a statement a line, drawn from the templates of `program_operations`;
-`program_modes` lists what the library is asked of it. The tolerance is the program's own condition:
-how far the oracle moves when inputs, weights, the result of every statement and every operation
-of the program and its derivatives are multiplied by 1 ± one rounding of the precision in question.
+A program is Python source with one statement per line, drawn from templates in
+`program_operations`. `program_modes` lists the requests to the library. The tolerance is the
+program's own condition: the change of the oracle when inputs, weights, and results of all
+statements and operations, also of derivatives, are multiplied by 1 ± one rounding.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from pathlib import Path
 
 
 if "jax" not in sys.modules:
-    # Programs are small and run once: what takes time is their compilation.
+    # Programs are small and run once, so their compilation takes most of the time.
     flags = "--xla_backend_optimization_level=0 --xla_cpu_multi_thread_eigen=false"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
 sys.path.insert(0, str(Path(__file__).parent))
@@ -44,19 +44,19 @@ import mpx_pde as mpx
 
 
 DRAWS = 5
-"""How often a program is perturbed. The largest of the changes counts."""
+"""The number of perturbations of a program. The largest change counts."""
 
 FACTOR = 3.0
-"""Of the tolerance over the largest change: five random draws may all cancel by some factor, a
+"""The tolerance relative to the largest change. Five random draws may all cancel by some factor, a
 sum rounds more than once inside, and an engine may add its terms in another order."""
 
 PLAIN = 4.0
-"""What plain JAX misses the oracle by, times this, is never a failure of the library: in float32,
-or where it is asked to cast a program, cast by hand."""
+"""An error within this factor of plain JAX's is never a failure of the library. Plain JAX runs in
+float32 or, if the library is asked to cast a program, with a cast by hand."""
 
 DECIDES = 0.25
-"""A tolerance above this share of a leaf decides nothing: `mod` of data that are rounded is any
-number, and five draws of it may be far from a sixth."""
+"""A tolerance above this share of a leaf decides nothing. For example, `mod` of rounded data may be
+any number, and five draws of it may be far from a sixth."""
 
 
 # --- Programs ------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ number, and five draws of it may be far from a sixth."""
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A program: `w` is a list of weights, `inputs` its other arguments, by name."""
+    """A program with a list of weights `w` and other arguments `inputs`, by name."""
 
     kind: str
     inputs: dict
@@ -80,7 +80,7 @@ class Program:
 
     @ft.cached_property
     def modelled(self):
-        """The names of what depends on the weights."""
+        """Returns the names of values that depend on the weights."""
         found = set()
         for name, text in self.lines:
             if self.indices(text) or self.uses(text) & found:
@@ -92,12 +92,12 @@ class Program:
         return [name for name, _ in self.lines]
 
     def _first_product(self, text):
-        """Whether it is the product that first meets the point, which is float32 by contract."""
+        """Returns whether it is the first product with the point, which is float32 by contract."""
         product = re.fullmatch(r"(\w+ @ w\[\d+\]|w\[\d+\] @ \w+)( \+ w\[\d+\])?", text)
         return bool(product) and not self.uses(text) & self.modelled
 
     def source(self, rounding=False):
-        """Python source. With `rounding`, each result goes through a function `r`."""
+        """Returns Python source. With `rounding`, each result goes through a function `r`."""
         names = ", ".join(["w", *self.inputs])
         out = [f"def {self.kind}({names}):"]
         if rounding:
@@ -122,7 +122,7 @@ class Program:
         return namespace[self.kind]
 
     def pruned(self):
-        """Without the statements and weights that the result does not need."""
+        """Removes the statements and weights that the result does not need."""
         needed, lines = self.uses(self.result), []
         for name, text in reversed(self.lines):
             if name in needed:
@@ -138,7 +138,7 @@ class Program:
         )
 
     def values(self):
-        """All values in float64, by name."""
+        """Returns all values in float64, by name."""
         point = {k: v[0] for k, v in self.inputs.items()} if self.kind == "point" else self.inputs
         with standard(), jax.enable_x64(True):
             space = {**vars(operations), "np": np, "w": self.weights, **point}
@@ -148,7 +148,7 @@ class Program:
 
 
 class _Entering(ast.NodeTransformer):
-    """Rounds to half what is computed of data alone, where it meets something of the model."""
+    """Rounds values of data alone to half at the places where they meet values of the model."""
 
     values = (ast.Name, ast.BinOp, ast.UnaryOp, ast.Call, ast.Subscript)
 
@@ -170,7 +170,7 @@ class _Entering(ast.NodeTransformer):
         return super().visit(node)
 
     def visit_Call(self, node):
-        """A function of data that is mapped over it: data is what its arguments are."""
+        """Treats the arguments of a function that is mapped over data as data."""
         call = node.func if isinstance(node.func, ast.Call) else node
         if call.args and isinstance(call.args[0], ast.Lambda):
             given = node.args if call is not node else node.args[1:]
@@ -191,7 +191,7 @@ class _Entering(ast.NodeTransformer):
 
 @contextlib.contextmanager
 def standard():
-    """JAX as people find it; the suite is stricter."""
+    """Restores JAX's defaults and ignores warnings. The suite is stricter."""
     with (
         jax.numpy_dtype_promotion("standard"),
         jax.numpy_rank_promotion("allow"),
@@ -202,7 +202,7 @@ def standard():
 
 
 def computed(text, space):
-    """The value of an expression."""
+    """Returns the value of an expression."""
     arrays = {k: space[k] for k in space.keys() & set(re.findall(r"\w+", text)) if _holds(space[k])}
     return by_numpy.called(lambda arrays: eval(text, {**space, **arrays}), arrays)
 
@@ -212,7 +212,7 @@ def _holds(x):
 
 
 def short(x, digits):
-    """Numbers that are float32 and that print short."""
+    """Rounds to a few digits, so that numbers are exact in float32 and print short."""
     return np.float64(np.float32(np.round(x, digits)))
 
 
@@ -220,7 +220,7 @@ def short(x, digits):
 
 
 class Drawing:
-    """A program while it is drawn, statement by statement, with the values so far."""
+    """A program that is being drawn, statement by statement, with the values so far."""
 
     def __init__(self, rng, kind, inputs):
         self.rng, self.kind, self.inputs = rng, kind, inputs
@@ -240,14 +240,14 @@ class Drawing:
         found = [p for p in self.pool if fits(jnp.shape(self.value(p)))]
         if not found:
             return None
-        # Mostly what was computed last.
+        # Mostly picks a recent value.
         age = min(int(self.rng.geometric(0.35)) - 1, len(found) - 1)
         if self.rng.random() < 0.2:
             age = int(self.rng.integers(len(found)))
         return found[-1 - age]
 
     def filled(self, template):
-        """A template with its operands, or `None` where the pool has none."""
+        """Fills a template with operands. Returns `None` if the pool has none that fit."""
         chosen, sizes, new = {}, {}, []
         fits = {
             "x": lambda s: True,
@@ -280,7 +280,7 @@ class Drawing:
                     sizes.update(shape=shape, n=shape[0] if shape else 1, l=(shape or (1,))[-1])
             return chosen[key]
 
-        # Operands first, since sizes are theirs.
+        # Operands come first, because sizes depend on them.
         marks = re.findall(r"\{([^}]*)\}", template)
         try:
             for key in "xavmsbu":
@@ -344,7 +344,7 @@ def inputs_of(rng, kind, o):
 
 
 def draw_program(rng, mode, o):
-    """A program, or `None` where the draw came to nothing."""
+    """Draws a program, or returns `None` if the draw fails."""
     families = operations.FAMILIES
     names = list(families)
     odds = np.array([families[k][0] for k in names], float)
@@ -365,7 +365,7 @@ def draw_program(rng, mode, o):
 
 
 def finished(rng, drawing, mode, o):
-    """With a last statement that returns what the mode takes."""
+    """Adds a last statement that returns a result of the shape that the mode needs."""
     ends = {
         ("point", 0): ["{x} * 1.0"],
         ("point", 1): ["jnp.sum({x})", "{x}[0]", "{x} @ {W:n}", "jnp.sum(jnp.sin({x}))"],
@@ -412,7 +412,7 @@ class Case:
 
     @property
     def compiled(self):
-        """Whether the library is run by XLA: of the others NumPy evaluates what it traces to."""
+        """Returns whether XLA runs the library. NumPy evaluates the traced program otherwise."""
         return _hash(self.program) % 8 == 0
 
     def inputs(self, dtype):
@@ -440,7 +440,7 @@ class Verdict:
 
 
 def _exact(case):
-    """The oracle, and how far it moves in each draw: by leaf, arrays with a leading axis."""
+    """Returns the oracle and its value in each draw, stacked along a leading axis, by leaf."""
     mode, o, program = MODES[case.mode], case.options, case.program
     units = mode.units(o)
     rng = np.random.default_rng(_hash(program))
@@ -471,7 +471,7 @@ def _hash(program):
 
 
 def _ask(run, f, w, inputs, o):
-    """Calls a function of the table of modes."""
+    """Calls a function from the table of modes."""
     return run(f, w, *inputs, o=o)
 
 
@@ -480,7 +480,7 @@ def _dtype(case):
 
 
 def _plain(case, dtype=None):
-    """Plain JAX in float32, or with what a user would cast in `dtype`."""
+    """Runs plain JAX in float32, or in `dtype` for the arrays that a user would cast."""
     mode = MODES[case.mode]
     with standard(), jax.enable_x64(mode.wide):
         w, inputs = case.inputs(_dtype(case))
@@ -493,7 +493,7 @@ def _plain(case, dtype=None):
 
 
 def _plain_turned(case):
-    """Plain JAX, or a cast by hand, with directions of derivatives in each cyclic order."""
+    """Runs plain JAX, or a cast by hand, with derivative directions in each cyclic order."""
     o = case.options
     cast = o["half"] if case.mode == "cast" else None
     orders = [len(dirs) for s in o.get("sums", {}).values() for dirs, _ in s]
@@ -515,12 +515,12 @@ def _told(error):
 
 
 def judge(case):
-    """The verdict on a case; `"redraw"` where the oracle has no answer."""
+    """Returns the verdict on a case. It is `"redraw"` if the oracle has no answer."""
     try:
         exact = _exact(case)
     except Exception as error:
         return Verdict("redraw", message=f"oracle: {type(error).__name__}: {error}")
-    # A term at a singularity says nothing of the others.
+    # A term at a singularity says nothing about the others.
     exact = {k: x for k, x in exact.items() if np.all(np.isfinite(x))}
     if not exact:
         return Verdict("redraw", message="not finite")
@@ -583,7 +583,7 @@ def _compared(case, exact, got):
     relative = (error / (size or 1), tolerance / (size or 1), missed)
     if any(r > 1 and (t <= DECIDES * s or r > 4) for r, _, _, t, _, s in rows):
         return Verdict("wrong", ratio, name, *relative)
-    # A leaf whose condition leaves it no digit decides nothing.
+    # A leaf whose condition leaves no correct digit decides nothing.
     decided = ratio <= 1 and any(t <= DECIDES * s for _, _, _, t, _, s in rows if s)
     return Verdict("ok" if decided else "undecidable", ratio, name, *relative)
 
@@ -592,7 +592,7 @@ def _compared(case, exact, got):
 
 
 def _simpler(case):
-    """Cases with a statement, a term or a transformation less."""
+    """Yields cases with fewer statements, terms or transformations."""
     program, o = case.program, case.options
     values = program.values()
     shape = lambda name: jnp.shape(eval(name, {}, dict(values)))
@@ -624,7 +624,7 @@ def _with(case, **changes):
 
 
 def shrunk(case, verdict, seconds=45.0):
-    """A smaller case that fails in the same way."""
+    """Returns a smaller case that fails in the same way, and its verdict."""
     end = time.monotonic() + seconds
     found = True
     while found and time.monotonic() < end:
@@ -642,14 +642,14 @@ def shrunk(case, verdict, seconds=45.0):
 
 
 def signature(case, verdict):
-    """What a failure is known by: its statements' operations."""
+    """Returns the identity of a failure: its kind and the operations of its statements."""
     texts = [re.sub(r"\b(v\d+|q|w\[\d+\]|\d+\.?\d*)\b\]?", "_", t) for _, t in case.program.lines]
     kind = verdict.message.split(":")[0] if verdict.status == "raised" else "wrong"
     return kind, tuple(sorted(texts))
 
 
 def shown(case, verdict, seed):
-    """A failure as code that runs."""
+    """Returns a failure as code that runs."""
     program, mode = case.program, MODES[case.mode]
     dtype = "float64" if mode.wide and case.program.kind == "point" else "float32"
     digits = ft.partial(np.array2string, separator=", ", threshold=sys.maxsize, max_line_width=100)
@@ -679,7 +679,7 @@ def shown(case, verdict, seed):
 
 
 def drawn(name, seed, k):
-    """Program `k` of a seed for a mode, the same at all times; and how often it was redrawn."""
+    """Returns program `k` of a seed for a mode, always the same, its verdict, and the redraws."""
     mode = MODES[name]
     for attempt in range(20):
         rng = np.random.default_rng([seed, k, attempt, zlib.crc32(name.encode())])
