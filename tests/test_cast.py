@@ -1,4 +1,4 @@
-"""Casting of trees and functions: what is cast, what is left alone, what survives."""
+"""Tests casts of trees and functions: the leaves that change, and everything that survives."""
 
 import functools as ft
 import pickle
@@ -19,12 +19,12 @@ import mpx_pde as mpx
 
 FLOATS = ["float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"]
 
-# Powers of two are in every format, so that each cast is exact.
+# Every format has these powers of two, so each cast is exact.
 VALUES = [0.5, 1.0, 2.0]
 
 
 class Holder(eqx.Module):
-    """Callable, so that `FullPrecision` takes it."""
+    """A module that is callable, so that `FullPrecision` takes it."""
 
     content: Any
     name: str = eqx.field(static=True, default="holder")
@@ -38,7 +38,7 @@ class Holder(eqx.Module):
 
 @ft.cache
 def leaves() -> tuple[list, list, list]:
-    """Floating-point leaves, others, and complex ones."""
+    """Returns floating-point leaves, other leaves, and complex ones."""
     with jax.enable_x64(True):
         floats = [
             *(jnp.array(VALUES, dtype) for dtype in FLOATS),
@@ -128,7 +128,7 @@ def test_the_casts_by_name():
 
 
 def test_an_overflowing_cast_of_numpy_data_is_infinite_without_a_warning():
-    """Overflow is data: NumPy would warn, which the suite makes an error."""
+    """NumPy would warn of the overflow, and the suite turns warnings into errors."""
     out = mpx.cast_tree((np.array([1.0, 7e4, -1e30]), np.float64(7e4)), jnp.float16)
     np.testing.assert_array_equal(out[0], np.array([1.0, np.inf, -np.inf]))
     assert out[1] == np.inf
@@ -267,7 +267,7 @@ def test_a_cast_function_under_transformations():
 
 
 def dtypes_inside(*args, **kwargs):
-    """(dtypes that the function sees, dtype that comes back)"""
+    """Returns the dtypes that the function sees and the dtype of the result."""
     seen = []
 
     def func(*args, **kwargs):
@@ -292,7 +292,7 @@ def test_mixed_inputs_come_back_in_the_widest_dtype():
     assert dtypes_inside(half, x=brain) == (["float32"] * 2, jnp.float32)
     # NumPy's float64 is float32 in JAX.
     assert dtypes_inside(np.ones(2)) == (["float32"], jnp.float32)
-    # Another dtype is that of the result itself: 1 + 2^-7 squared has more digits than bfloat16.
+    # With a given dtype the result is not rounded: 1 + 2^-7 squared has more digits than bfloat16.
     square = mpx.force_full_precision(lambda y: y * y, jnp.float32)
     assert square(jnp.bfloat16(1 + 2.0**-7)) == (1 + 2.0**-7) ** 2
 
@@ -351,7 +351,7 @@ def test_full_precision_layers_stay_float32_and_hand_back_half(dtype):
     x = jnp.array([0.5, -1.0], dtype)
     assert tree_allclose(half["first"](x), first(x.astype(jnp.float32)).astype(dtype))
     assert half["last"](half["first"](x)).dtype == jnp.dtype(dtype)
-    # Coordinates in float32 reach the layer as they are.
+    # Coordinates in float32 reach the layer unchanged.
     y = jnp.array([1.0, 1.0 + 2.0**-12])
     assert tree_equal_bits(half["first"](y), first(y))
 
@@ -374,7 +374,7 @@ def _behind(x, out_dtype="half"):
 @pytest.mark.slow
 def test_half_behind_a_layer_is_what_was_asked_for():
     x = jnp.ones(3)
-    assert _behind(x).dtype == jnp.float32  # by nobody
+    assert _behind(x).dtype == jnp.float32  # nobody asked for half
     with mpx.half_precision("bfloat16"):
         assert _behind(x).dtype == jnp.float32
     assert _behind(x.astype("bfloat16")).dtype == jnp.bfloat16

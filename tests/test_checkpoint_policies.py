@@ -1,4 +1,4 @@
-"""A mixed product is kept for the backward pass where a plain one is."""
+"""Tests that a mixed product is kept for the backward pass whenever a plain one is."""
 
 import functools as ft
 
@@ -37,7 +37,7 @@ CASES = {
 
 
 def count(fun, w, x):
-    """How many products a gradient has, forward and backward."""
+    """Returns the number of products of a gradient, forward and backward."""
     return len(products(jax.grad(lambda w: jnp.sum(fun(w, x).astype(jnp.float32) ** 2)), w))
 
 
@@ -69,7 +69,7 @@ def test_the_policies_are_those_of_jax():
     for name in DOTS:
         kept = count(jax.checkpoint(mixed, policy=getattr(OURS, name)), w, x)
         assert kept == again - 1
-        # JAX's own do not know the primitive: that is why there are these.
+        # JAX's own policies do not know the primitive.
         assert count(jax.checkpoint(mixed, policy=getattr(JAXS, name)), w, x) == again
         plain = lambda w, x: jnp.tanh(x @ w)
         theirs = count(jax.checkpoint(plain, policy=getattr(OURS, name)), w, x)

@@ -1,4 +1,4 @@
-"""The mixed convolution against JAX's own convolution in float64."""
+"""Compares the mixed convolution with JAX's own convolution in float64."""
 
 import functools as ft
 
@@ -12,8 +12,8 @@ from jax import lax
 import mpx_pde as mpx
 
 
-# lhs, rhs and the window: strides, padding of either kind, dilations, groups of channels and of
-# the batch, other layouts, and one to three spatial axes.
+# The arguments are lhs, rhs and the window. The cases have strides, padding of either kind,
+# dilations, groups of channels and of the batch, other layouts, and one to three spatial axes.
 def _case(x, y, strides, padding="SAME", **window):
     return x, y, {"window_strides": strides, "padding": padding, **window}
 
@@ -37,7 +37,7 @@ each_case = pytest.mark.parametrize("case", list(CASES)[2:])
 
 
 def _oracle(window, x, y, seed=None):
-    """In float64: the convolution, or its gradients for the cotangent `seed`."""
+    """Returns the convolution in float64, or its gradients for the cotangent `seed`."""
     with jax.enable_x64(True):
         conv = lambda x, y: lax.conv_general_dilated(x, y, **window)
         if seed is None:
@@ -50,7 +50,7 @@ def _oracle(window, x, y, seed=None):
 def test_values_and_gradients(case):
     dtype = HALVES[len(case) % 2]
     x_shape, y_shape, window = CASES[case]
-    # An activation in half, a weight as its float32 master.
+    # The activation is half, and the weight is a float32 master.
     x, y = normal(0, x_shape, dtype=dtype), normal(1, y_shape)
     want = _oracle(window, x, y)
     seed = normal(2, want.shape, dtype=dtype)
@@ -92,7 +92,7 @@ def test_every_convolution_is_half(case):
     text = jax.jit(second).trace(x, y).lower(lowering_platforms=("cuda",)).as_text()
     assert "HIGHEST" not in text
     in_full = ["xf32>" in line.split("->")[-1] for line in products_are_half(text, "bfloat16")]
-    # The one asked for in float32 and its two tangents; cuDNN has no such cotangents.
+    # The float32 result and its two tangents. cuDNN has no such cotangents.
     assert in_full.count(True) <= 3
     assert in_full.count(False) >= 2
 

@@ -1,4 +1,4 @@
-"""The mixed product against JAX's own product in float64."""
+"""Compares the mixed product with products in float64."""
 
 from functools import partial
 
@@ -15,11 +15,11 @@ from mpx_pde._dot import _dot
 
 
 # Relative to the largest entry. One product rounds its operands (two roundings) and its result
-# (one); contractions here have at most 12 terms of either sign, so a few units of roundoff is what
-# an honest implementation shows. float32 leaves room for the summation order.
+# (one). Contractions here have at most 12 terms of either sign, so a correct implementation errs by
+# a few units of roundoff. float32 leaves room for the summation order.
 ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
 
-# ((contracting), (batch)) for every mix of none, one or two of each, in and out of order.
+# Shapes and ((contracting), (batch)) axes: none, one or two of each, in and out of order.
 PATTERNS = [
     ((3, 4), (4, 5), ((1,), (0,)), ((), ())),
     ((3,), (5,), ((), ()), ((), ())),
@@ -42,7 +42,7 @@ def _close(got, want, dtype, factor=8.0):
 
 
 def _subscripts(pattern):
-    """The product of a pattern in the notation of einsum."""
+    """Returns a pattern's operands and result in the notation of einsum."""
     x_shape, y_shape, (x_contract, y_contract), (x_batch, y_batch) = pattern
     x, y = list("abcd"[: len(x_shape)]), list("efgh"[: len(y_shape)])
     for i, j in zip((*x_contract, *x_batch), (*y_contract, *y_batch), strict=True):
@@ -54,7 +54,7 @@ def _subscripts(pattern):
 
 
 def _exact(subscripts, *arrays):
-    """The oracle: operands as they come, products and sums in float64."""
+    """Returns the oracle: products and sums of the given operands in float64."""
     return np.einsum(subscripts, *(np.asarray(a).astype(np.float64) for a in arrays))
 
 
@@ -108,7 +108,7 @@ def test_gradients_have_the_operands_dtypes_and_the_oracles_values(dtypes):
     ids=str,
 )
 def test_vmap_of_every_argument(axes, dtype):
-    """Compiled into one program: jaxlib's CPU backend has no kernel for some of these products."""
+    """All products are in one program, because jaxlib's CPU backend has no kernel for some."""
 
     def draw(i, shape):
         if axes[i] is not None:
@@ -135,8 +135,8 @@ def test_vmap_of_every_argument(axes, dtype):
 
 
 def _chain(dot):
-    """A scalar function of scalar inputs whose products all go through `dot`; not polynomial, so
-    that derivatives of every order differ from zero."""
+    """Builds a scalar function of a scalar with all products by `dot`. It is not polynomial, so
+    derivatives of every order differ from zero."""
     rng = np.random.default_rng(0)
     w1, w2, v = (rng.normal(size=s).astype(np.float32) / 2 for s in ((2, 8), (8, 8), (8,)))
 
@@ -163,7 +163,7 @@ def test_nestings_of_forward_and_reverse_mode(modes):
     with jax.enable_x64(True):
         exact = _chain(lambda x, y: jnp.matmul(x, y.astype(np.float64)))
         want = jax.vmap(derivative(exact, modes))(jnp.linspace(-1.0, 1.0, 5, dtype=jnp.float64))
-    # Each order applies the chain rule to all products once more: the errors of its terms add up.
+    # Each order applies the chain rule to all products again, so the errors of its terms add up.
     _close(got, want, "float16", factor=4 * 2 ** len(modes))
 
 
@@ -214,7 +214,7 @@ def test_einsum_is_that_of_jax():
         assert got.dtype == jnp.float32
         with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
             want = jnp.einsum(subscripts, *in_float64(operands[subscripts]))
-        # Longer sums and chains of products: errors relative to the largest entry add up.
+        # Sums are longer and products are chained, so errors relative to the largest entry add up.
         _close(got, want, "float16", factor=32)
 
 
@@ -239,7 +239,7 @@ def test_sharded_by_jit(w_spec, kind):
         return jnp.sum(jnp.tanh(y.astype(jnp.float32)))
 
     def loss(w, x):
-        # Fully sharded, it is gathered before it is used.
+        # A fully sharded weight is gathered before it is used.
         gathered = kind == AxisType.Explicit and w_spec == P("data", None)
         return plain(jax.sharding.reshard(w, P()) if gathered else w, x)
 
@@ -272,7 +272,7 @@ def test_a_nan_is_named():
         mpx.mixed_matmul(x, jnp.zeros((2, 1), jnp.float16))
 
 
-# In another order, a gradient of a weight, no product of matrices, an outer one.
+# Contraction in another order, a weight gradient, not a matrix product, and an outer product.
 STREAMS = [
     ((9, 4, 5), (4, 5, 3), ((2, 1), (1, 0))),
     ((9, 4, 5), (9, 3), ((0,), (0,))),
@@ -283,7 +283,7 @@ STREAMS = [
 
 @pytest.mark.parametrize(("x", "y", "axes"), STREAMS, ids=str)
 def test_as_a_gpu_multiplies_streams(x, y, axes):
-    # Small integers, whose products and sums are exact in float16.
+    # Products and sums of these small integers are exact in float16.
     x, y = (np.arange(np.prod(shape)).reshape(shape) % 5 for shape in (x, y))
     numbers, params = (axes, ((), ())), {"algorithm": None, "out_sharding": None}
     dtypes = {"dtype": jnp.dtype("float16"), "out_dtype": jnp.dtype("float32")}

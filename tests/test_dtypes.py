@@ -1,4 +1,4 @@
-"""What half precision means, and that compiled functions notice when it changes."""
+"""Tests the half-precision setting, and that compiled functions notice its changes."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -87,7 +87,7 @@ def test_a_compiled_step_sees_the_setting_and_each_is_compiled_once():
 
         return mpx.filter_grad(loss, scaling)(w)
 
-    # 1 + 2^-9 is a float16, and no bfloat16: the gradient tells in what it was computed.
+    # float16 can hold 1 + 2^-9 and bfloat16 cannot, so the gradient reveals its dtype.
     w, scaling = jnp.array([1.0 + 2.0**-9]), mpx.DynamicLossScaling(2.0**8, period=1)
     top = {"float16": 2.0**15, "bfloat16": 2.0**126}
     for name, want in [("float16", 2 + 2.0**-8), ("bfloat16", 2.0)] * 2:

@@ -1,6 +1,6 @@
-"""What only a GPU shows: excess precision, tensor cores, TF32. Skipped without one.
+"""Tests of excess precision, tensor cores and TF32, which only a GPU shows. Skipped without one.
 
-Where a statement holds on a CPU too it is tested on both, so that the test itself is known to
+Statements that also hold on a CPU are tested on both, which shows that the tests themselves
 work.
 """
 
@@ -21,7 +21,7 @@ NEEDS_GPU = pytest.mark.skipif(not ON_GPU, reason="there is no GPU")
 
 @pytest.fixture(params=["cpu", pytest.param("gpu", marks=[pytest.mark.gpu, NEEDS_GPU])])
 def device(request):
-    """Everything inside runs on this device."""
+    """Makes the device the default inside the test."""
     found = jax.devices(request.param)[0]
     with jax.default_device(found):
         yield found
@@ -38,8 +38,8 @@ def operands(n=256):
 @pytest.mark.slow
 @pytest.mark.parametrize("excess", [True, False])
 def test_an_overflow_in_a_gradient_is_seen_whatever_the_compiler_elides(device, excess):
-    """A GPU's compiler may drop a cast to float16 and back, and with it an infinity. What is stored
-    in float16 overflows all the same."""
+    """A GPU's compiler may drop a cast to float16 and back, and with it an infinity. Values that
+    are stored in float16 still overflow."""
     model = normal(0, (64, 64))
     x = normal(1, (64, 64))
 
@@ -79,7 +79,7 @@ def test_no_product_of_a_training_step_is_float32(half):
 
     text = eqx.filter_jit(gradient).lower(model).compile().compiled.as_text()
     name = {"float16": "f16", "bfloat16": "bf16"}[half]
-    # A product is a dot, inside of a Triton kernel or by itself, or a call of cuBLAS.
+    # A product is a dot, by itself or inside a Triton kernel, or a call of cuBLAS.
     lines = [t for t in text.splitlines() if " dot(" in t or 'custom_call_target="__cublas' in t]
     assert lines
     named = [t.strip().removeprefix("ROOT ") for t in text.splitlines() if " = " in t]
@@ -94,14 +94,14 @@ def test_no_product_of_a_training_step_is_float32(half):
 
 @pytest.mark.parametrize("half", HALVES)
 def test_sums_are_accumulated_in_float32(device, half):
-    """4096 terms of about 1e-3: a half-precision accumulator would stop where a term is half a unit
+    """There are 4096 terms of about 1e-3. A half accumulator would stop once a term is half a unit
     in the last place of the sum (at 2 in float16, at 0.25 in bfloat16)."""
     n = 4096
     x, y = jnp.ones((16, n)), jnp.full((n, 16), 1e-3)
     want = n * float(jnp.asarray(1e-3, half))
     dot = jax.jit(lambda x, y: mpx.mixed_matmul(x, y, dtype=half, out_dtype=jnp.float32))
     got = dot(x, y)
-    # Exact products, and 2^12 float32 additions, each rounded by 2^-24.
+    # Products are exact, and 2^12 float32 additions each round by 2^-24.
     assert np.max(np.abs(np.float64(got) - want)) <= 2.0**-12 * want
 
 
@@ -117,7 +117,7 @@ def test_full_precision_is_no_tf32(device):
 @pytest.mark.gpu
 @NEEDS_GPU
 def test_the_default_is_tf32():
-    """Else the test above would show nothing. Asked for by name, since JAX's default may change."""
+    """Otherwise the test above would show nothing. JAX's default may change, so it is named."""
     x, y, want = operands()
     got = jax.jit(lambda x, y: jnp.matmul(x, y, precision="tensorfloat32"))(x, y)
     # Two roundings to 11 bits.
@@ -128,7 +128,7 @@ def test_the_default_is_tf32():
 @NEEDS_GPU
 @pytest.mark.parametrize(
     ("algorithm", "largest"),
-    # By the bits that the parts of an operand hold together, and a factor for the sums.
+    # The bits that all parts of an operand hold together, and a factor for the sums.
     [("bfloat16_x3", 2.0**-15), ("bfloat16_x6", 2.0**-19), ("tensorfloat32_x3", 2.0**-19)],
 )
 def test_split_products(algorithm, largest):

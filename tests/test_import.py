@@ -1,4 +1,4 @@
-"""What an import of the package does and does not do, and how its modules hang together."""
+"""Tests the import of the package, the order of its modules, and its public names."""
 
 import ast
 import dataclasses
@@ -19,14 +19,14 @@ from mpx_pde.training._options import Options
 
 
 PACKAGE = Path(mpx.__file__).parent
-# All files, by the names of their modules; a package by its own.
+# All files by the names of their modules. An `__init__` has the name of its package.
 FILES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 
-# Each module imports from those before it alone. A package is one unit.
+# Each module imports only from modules before it. A package is one unit.
 ORDER = [
     ["_repr", "_types"],
     ["_dtypes", "_notes", "_split", "_varying", "_wrapper"],
@@ -72,8 +72,8 @@ jax.devices()
 
 
 def imported(name: str) -> list[tuple[str, str | None]]:
-    """The modules of this package that a module imports, in a function or outside, and from each
-    which name; `None` for the module itself."""
+    """Returns the modules of this package that a module imports, inside or outside of functions,
+    each with the imported name, or `None` for the module itself."""
     package = name.split(".") if FILES[name].stem == "__init__" else name.split(".")[:-1]
     found: list[tuple[str, str | None]] = []
     for node in ast.walk(TREES[name]):
@@ -90,7 +90,7 @@ def imported(name: str) -> list[tuple[str, str | None]]:
 
 
 def unit(name: str) -> str:
-    """The module, or the package, of which a file is a part, by its name in `ORDER`."""
+    """Returns the name in `ORDER` of the module or package to which a file belongs."""
     return [*name.split("."), "__init__"][1]
 
 
@@ -116,7 +116,7 @@ def test_no_module_uses_the_private_parts_of_jax():
 
 
 def reexports() -> dict[str, str]:
-    """The names that `__init__` re-exports, and from where."""
+    """Returns the names that `__init__` re-exports, each with its module."""
     out = {}
     for node in TREES[PACKAGE.name].body:
         if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
@@ -165,9 +165,9 @@ TRANSFORMATIONS += mpx.filter_accumulated_value_and_grad, mpx.line_search_value
 
 @pytest.mark.parametrize("transform", TRANSFORMATIONS)
 def test_type_checkers_know_the_options_of_the_gradient_transformations(transform):
-    """Their overloads take them as one `TypedDict`."""
+    """Their overloads take the options as one `TypedDict`."""
     parameters = inspect.signature(transform).parameters.values()
     options = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"in_axes"}
     assert options == set(get_type_hints(GradientOptions))
-    # What is no field of these would be taken and forgotten.
+    # An option without a field would be accepted and ignored.
     assert options <= {field.name for field in dataclasses.fields(Options)}
