@@ -1,4 +1,4 @@
-"""The scalers: exact scaling, and the rule by which a dynamic scale moves."""
+"""Tests the scalers: exact scaling, and the rule that changes a dynamic scale."""
 
 import equinox as eqx
 import jax
@@ -70,7 +70,7 @@ def test_overflow_shows_and_stays(kind):
 
 
 def reference(flags, scale, minimum, factor, period, counter, maximum):
-    """The rule in plain Python: scale, counter, and steps skipped in all and in a row."""
+    """Yields scale, counter, and skipped steps (in all and in a row), by the rule in Python."""
     skipped = in_a_row = 0
     for finite in flags:
         counter, in_a_row = (counter + 1, 0) if finite else (0, in_a_row + 1)
@@ -115,13 +115,13 @@ def test_the_cap_is_that_of_half_precision(name, top):
         scaling = mpx.DynamicLossScaling(top / 2, period=1).adjust(True)
         assert scaling.loss_scaling == top
         assert scaling.adjust(True).loss_scaling == top
-        # A factor that leaps over the cap stops at it.
+        # A factor that would pass the cap stops at it.
         assert mpx.DynamicLossScaling(top / 2, factor=16, period=1).adjust(True).loss_scaling == top
 
 
 @pytest.mark.parametrize("half", HALVES)
 def test_the_scale_can_be_divided_by_at_both_ends(half):
-    """XLA divides an array by multiplying with the reciprocal, and flushes that of 2^127 to 0."""
+    """XLA divides an array by multiplying with the reciprocal. It flushes that of 2^127 to 0."""
     unscale = eqx.filter_jit(lambda scaling, x: scaling.unscale(x))
     with mpx.half_precision(half):
         largest = mpx.DynamicLossScaling(2.0**10, factor=2**8, period=1)

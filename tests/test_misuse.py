@@ -1,5 +1,5 @@
-"""The mistakes that a user makes, one for each public call and more: each raises while it is
-traced, with a message that names the call, says what was passed and what to do."""
+"""Tests mistakes of users, at least one for each public call. Each raises during tracing, with a
+message that names the call, what was passed, and how to fix it."""
 
 import equinox as eqx
 import jax
@@ -154,8 +154,8 @@ def update_tree(optimizer=SGD, **grads):
 HALVES = ["float16", jnp.bfloat16, np.dtype("float16")]
 NO_HALVES = ["float32", "float64", "float8_e4m3fn", "int8", "", None, 16, jnp.float32]
 
-# What a message says, in any order, and the call that raises it; or one of several values, each of
-# which makes the call wrong.
+# Parts of a message, in any order, and the call that raises it. A call may take several values,
+# each of which makes it wrong.
 
 TYPE_ERRORS = {
     # Losses.
@@ -223,7 +223,7 @@ TYPE_ERRORS = {
         ],
     ),
     "`mixed_conv_general_dilated` … int32": lambda: convolved(x=X.astype(int)),
-    # Optimizers, and what goes between devices.
+    # Optimizers and collectives.
     "optax.adam(1e-3) … `optimizer` … function adam": lambda: update_tree(optax.adam),
     "`optimizer_update` got … 'masters'. Write `master`": lambda: half_update(masters="kahan"),
     "`optimizer_update` … key of `jax.random` … 0": lambda: half_update(master="stochastic", key=0),
@@ -395,7 +395,7 @@ VALUE_ERRORS = {
     "t, e, m, p … write `outputs=['temp']`": lambda: partials(["temp_x"], outputs="temp"),
     "`linear_operator` … 'xx', not 'u_xx'": lambda: operator({"a": {"u_xx": 1.0}}),
     "`linear_operator` … has no scale for 'y'": lambda: operator(YY, scaling=by_axis("x")),
-    # Of what has several entries, one would be taken for each output.
+    # A factor with several entries would give one entry to each output.
     "`linear_operator` multiplies … in the operator 'op'": (
         lambda x: operator({"op": {"x": x}})(POINT),
         ["b", None, 1j, W, W[:1], lambda p: p],
@@ -417,7 +417,7 @@ VALUE_ERRORS = {
     "`CoordinateMLP` … {0: 2.0}": (lambda x: mlp(periodic=x), [2.0, {0: float("inf")}, {"x": 1.0}]),
     "`periodic` … 2 coordinates": lambda: mlp(periodic={2: 1.0}),
     "`width_size`": lambda: mpx.nn.CoordinateMLP(2, 1, 0, 1, key=KEY),
-    # No first coordinates, and no first points of a batch.
+    # It takes neither the first coordinates nor the first point of a batch.
     "`CoordinateMLP` takes one point … 2 coordinates … %r … `jax.vmap`": (
         lambda x: mlp()(jnp.ones(x)),
         [(3,), (5, 2), ()],
@@ -452,7 +452,7 @@ VALUE_ERRORS = {
     "'half', which follows 'float32' … ('half', 'float32')": lambda: LADDER(("float32", "half")),
     "not above it": lambda: LADDER(("half", "half")),
     "tuple of names": (lambda x: LADDER(x), ["half", (), 3]),
-    # At the first step, and not hundreds of steps later.
+    # These raise at the first step, not hundreds of steps later.
     "its rung, 'half', … `forward='float32'`": lambda: climb("full", forward="float32"),
     "`use_mixed_precision=False`": lambda: climb("full", use_mixed_precision=False),
     "'full' (the compute dtype of `policy`": lambda: climb("float32", policy="float32"),
@@ -491,7 +491,7 @@ def test_mistakes_are_named(error, says):
     for x in values:
         with pytest.raises(error) as caught:
             call(x)
-        # Not a subclass, which JAX would have raised somewhere below.
+        # Excludes a subclass, which JAX would have raised somewhere below.
         assert type(caught.value) is error
         for part in says.replace("%r", repr(x)).split(" … "):
             assert part in str(caught.value), str(caught.value)
@@ -610,7 +610,7 @@ def test_an_error_of_the_optimizer_itself_stays_what_it_is():
     "layer", [mpx.nn.CoordinateMLP(2, 2, 4, 1, key=KEY), mpx.nn.Ansatz(net, lambda p, u: u * p)]
 )
 def test_networks_stand_in_a_sequence(layer):
-    """Which passes a key to each of its layers, as do other networks of Equinox."""
+    """`Sequential` and other networks of Equinox pass a key to each of their layers."""
     both = eqx.nn.Sequential([layer, eqx.nn.Linear(2, 1, key=KEY)])
     np.testing.assert_array_equal(both(POINT), both[1](layer(POINT)))
 
@@ -631,4 +631,4 @@ def test_a_derivative_scaling_that_nothing_takes_is_told():
     with pytest.warns(mpx.PrecisionWarning, match=r"`filter_grad`.*no derivative.*scaling=deriv"):
         gradient(False)
     gradient(True)  # warnings are errors
-    gradient(False, "bfloat16")  # where nothing needs to be scaled
+    gradient(False, "bfloat16")  # nothing needs to be scaled

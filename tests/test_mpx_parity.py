@@ -1,6 +1,6 @@
-"""Code written for MPX runs after a change of import: its signatures, the order of what it
-returns, and a training as in its README. That MPX 0.1.8's faults are gone is tested where the
-behavior is: `test_grad.py`, `test_optimizer.py`, `test_loss_scaling.py`, `test_cast.py`.
+"""Tests that code for MPX runs after a change of import: its signatures, the order of its results,
+and a training as in its README. Fixes of MPX 0.1.8's faults are tested with each behavior:
+`test_grad.py`, `test_optimizer.py`, `test_loss_scaling.py`, `test_cast.py`.
 """
 
 import inspect
@@ -19,7 +19,7 @@ import mpx_pde as mpx
 
 
 def scaler(scale: float, minimum: float = 1.0, **kwargs):
-    """A scaler built as MPX wants it: from float32 arrays."""
+    """Builds a scaler from float32 arrays, as MPX requires."""
     return running(mpx.DynamicLossScaling(jnp.float32(scale), jnp.float32(minimum), **kwargs))
 
 
@@ -51,14 +51,14 @@ def test_functions_take_the_arguments_of_mpx():
         parameters = inspect.signature(getattr(mpx, name)).parameters.values()
         positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         assert tuple(p.name for p in positional[: len(wanted)]) == wanted
-        # Whatever else there is has a default.
+        # All other parameters have defaults.
         others = [p for p in parameters if p.name not in wanted]
         assert all(p.default is not p.empty or p.kind is p.VAR_KEYWORD for p in others)
 
 
 @pytest.mark.parametrize("mixed", [True, False])
 def test_return_orders(mixed):
-    """In steps at which the scale grows: MPX unscales them with the grown scale."""
+    """The scale grows in these steps. MPX unscales their gradients with the grown scale."""
     scaling, factor = scaler(2.0**2, period=1), 4.0 if mixed else 1.0
     w, with_aux = jnp.ones(2), lambda w: (jnp.sum(w), {"double": 2 * w})
     for func, has_aux in ((jnp.sum, False), (with_aux, True)):
@@ -94,7 +94,7 @@ class Block(eqx.Module):
 
 @eqx.filter_jit
 def batched_loss_acc_wrapper(model, batch, batch_sharding, replicated_sharding, key, weight):
-    """The loss of MPX's README."""
+    """Evaluates the loss of MPX's README."""
     batch = eqx.filter_shard(batch, batch_sharding)
     model = eqx.filter_shard(model, replicated_sharding)
     pred = jax.vmap(model, in_axes=(0, None, None))(batch["input"], False, key)
@@ -108,7 +108,7 @@ def batched_loss_acc_wrapper(model, batch, batch_sharding, replicated_sharding, 
 
 @eqx.filter_jit
 def make_step(mixed, model, optimizer, optimizer_state, loss_scaling, *args):
-    """The training step of MPX's README."""
+    """Takes the training step of MPX's README."""
     options = {"scaling": loss_scaling, "has_aux": True, "use_mixed_precision": mixed}
     value_and_grad = mpx.filter_value_and_grad(batched_loss_acc_wrapper, **options)
     (loss_value, _), loss_scaling, finite, grads = value_and_grad(model, *args)
@@ -144,12 +144,12 @@ def test_the_training_of_mpxs_readme(standard_promotion):
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(eqx.filter(model, eqx.is_array)))
     assert np.all(np.diff(full) < 0)
     assert mixed[-1] < mixed[0]
-    # Steps that are skipped while the scale comes down leave the loss where it was.
+    # Steps that are skipped while the scale falls leave the loss unchanged.
     moves = [a for a, b in itertools.pairwise(mixed) if a != b] + mixed[-1:]
     np.testing.assert_allclose(moves, full[: len(moves)], rtol=TOLERANCES["float16"])
 
 
-# --- What MPX's own tests ask for and is refused here: the table in docs/coming_from.md ----------
+# --- Deliberate differences from MPX's own tests: the table in docs/coming_from.md ----------------
 
 
 def test_a_scale_above_the_range_of_float16_is_kept():

@@ -1,4 +1,4 @@
-"""What a product multiplies in where nobody says so, and products of halves on every backend."""
+"""Tests products without a given dtype, and products of halves on every backend."""
 
 import functools as ft
 
@@ -14,18 +14,18 @@ from jax.experimental import jet
 import mpx_pde as mpx
 
 
-# --- On the backend that is there -----------------------------------------------------------------
+# --- On the present backend -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("half", HALVES)
 def test_products_on_this_backend_are_those_of_the_rounded_operands(half):
-    """Halves multiply exactly in float32, so nothing but the order of sums may differ."""
+    """Halves multiply exactly in float32, so only the order of sums may differ."""
     x, y = normal(0, (5, 7, 33)), normal(1, (33, 9))
     rounded = [np.asarray(z.astype(half)).astype(np.float64) for z in (x, y)]
     exact = np.einsum("abk,kc->abc", *rounded)
     got = mpx.mixed_matmul(x, y, dtype=half, out_dtype="float32")
     assert np.abs(got - exact).max() <= TOLERANCES["float32"] * np.abs(exact).max()
-    # Rounded to half once, at the end: but for ties, what rounding the exact result gives.
+    # The result is rounded to half once, at the end. Except for ties, that rounds the exact result.
     ulp = float(jnp.finfo(half).eps)
     got = np.asarray(mpx.mixed_matmul(x, y, dtype=half), np.float64)
     assert np.all(np.abs(got - exact) <= 0.51 * ulp * np.abs(exact) + 1e-6)
@@ -127,7 +127,7 @@ def test_jet_against_nested_derivatives():
     for _ in range(3):
         along = lambda x, f=along: jax.jvp(f, (x,), (v,))[1]
         want.append(along(x))
-    # The same products in another order, of operands rounded at other places.
+    # The products are the same, in another order and with operands rounded at other places.
     assert tree_allclose(jnp.stack(got), jnp.stack(want), computed_in="float16")
 
 
@@ -154,7 +154,7 @@ def test_an_error_that_a_cast_led_to_names_the_mend(operation, half):
         "autocast=True",
     ):
         assert told in note
-    # Which works.
+    # The suggestion works.
     mpx.filter_grad(loss, mpx.DynamicLossScaling(), **options, autocast=True)(x, x)
 
 
@@ -166,7 +166,7 @@ def recurrent(cell, x):
     return lax.scan(step, jnp.zeros(3, cell.weight_ih.dtype), x)[0]
 
 
-# Layers behind one whose result is float32 beside their half weights, which JAX does not promote.
+# Layers after one with a float32 result. JAX does not promote it with their half weights.
 BEHIND = {
     "conv": eqx.nn.Conv1d(4, 3, 3, key=KEY),
     "recurrent": eqx.Partial(recurrent, eqx.nn.GRUCell(8, 3, key=KEY)),
@@ -194,7 +194,7 @@ def test_float32_beside_half_names_the_mend(behind, call):
         model = _Two(first, BEHIND[behind])
         with mpx.half_precision(half), jax.numpy_dtype_promotion(promotion):
             if call == "cast_function":
-                # The points are cast too, so that a layer must widen them again.
+                # The points are cast too, so a layer must widen them again.
                 return mpx.cast_function(model, half)(x)
             loss = lambda model, x: jnp.mean(model(x).astype(jnp.float32) ** 2)
             options = {"keep_full": (False, True)}
@@ -212,7 +212,7 @@ def test_float32_beside_half_names_the_mend(behind, call):
         [note] = [n for n in caught.value.__notes__ if "mpx_pde" in n]
         assert note.startswith(f"`{call}` has cast the arguments of this function to {half}")
         assert '`mpx_pde.FullPrecision(layer, out_dtype="half")`' in note
-    # Which works.
+    # The suggestion works.
     run(mpx.FullPrecision(linear, out_dtype="half"))
 
 

@@ -1,4 +1,4 @@
-"""A fixed set of random programs; `python -m tests.programs` runs more of them."""
+"""Tests a fixed set of random programs. `python -m tests.programs` runs more of them."""
 
 import re
 import zlib
@@ -49,7 +49,7 @@ OPTIONS |= {"sums": {"dx": [((0,), 1.0)], "dxx": [((0, 0), 1.0)]}}
 
 
 def test_a_wrong_derivative_is_found(monkeypatch):
-    """A custom rule that is off by one thousandth, in the library's run alone."""
+    """The library's derivatives are off by one thousandth in this test."""
     case = programs.Case("partials", of_point("jnp.sum(jnp.tanh(q))"), OPTIONS)
     assert programs.judge(case).status == "ok"
     library = MODES["partials"].library
@@ -64,7 +64,7 @@ def test_a_wrong_derivative_is_found(monkeypatch):
 
 
 def test_the_tolerance_follows_the_condition():
-    """1e4 + x - 1e4 loses four digits."""
+    """The expression 1e4 + x - 1e4 loses four digits."""
     good = programs.judge(programs.Case("partials", of_point("jnp.sum(jnp.sin(q))"), OPTIONS))
     bad = of_point("jnp.sum(jnp.sin(q))", "v0 + 1e4", "v1 - 1e4", "v2 ** 2")
     bad = programs.judge(programs.Case("partials", bad, OPTIONS))
@@ -73,7 +73,7 @@ def test_the_tolerance_follows_the_condition():
 
 
 def test_what_cancels_inside_of_a_statement_is_rounded():
-    """Of two entries the standard deviation is linear: its second derivative is a rounding."""
+    """The standard deviation of two entries is linear, so its second derivative is a rounding."""
     o = OPTIONS | {"how": "vmap", "drop_in": "jacfwd of jacfwd", "half": ""}
     program = of_point("jnp.std(q)", q=(0.184, 0.118))
     assert programs.judge(programs.Case("drop_ins", program, o)).status == "undecidable"
@@ -96,7 +96,7 @@ def test_a_rule_that_is_no_derivative_has_the_upper_half_of_a_hessian():
 
 
 def test_what_is_cast_is_judged_beside_a_cast_by_hand():
-    """In half, an offset near 1e4 takes all digits with it, for the library as for anybody."""
+    """An offset near 1e4 loses all digits in half, in any implementation."""
     o = {"how": "call", "half": "bfloat16", "gradient": {}}
     inputs = {k: np.zeros(8) for k in "xazty"} | {"table": operations.TABLE}
     inputs["a"] = programs.short(1e4 + np.random.default_rng(0).normal(size=(8, 4)), 2)
@@ -115,7 +115,7 @@ def test_programs_are_reproducible():
     assert one.source() == other.source()
 
 
-# Each operation by itself: in derivatives of each order, with directions stacked, and in a loss.
+# Tests of single operations: derivatives of each order, stacked directions, and losses.
 ORDERS = [(), (0,), (0, 0), (0, 1), (0, 0, 0), (0, 0, 2)]
 LAPLACIAN = {"size": 10, "over": None, "operators": {"sum": "laplacian"}, "call": "laplacian"}
 LAPLACIAN |= {"sums": {"sum": [((i, i), 1.0) for i in range(10)], "d": [((), 1.0)]}}
@@ -130,7 +130,7 @@ TEMPLATES["models"] = operations.MODELS
 
 
 def ending_in(template, name):
-    """Programs that end in a statement of this form, with the operands that it takes."""
+    """Yields drawings that end in a statement of this form, with fitting operands."""
     mode, o = MODES[name], ALONE[name]
     for attempt in range(20):
         rng = np.random.default_rng([zlib.crc32(template.encode()), attempt])
@@ -144,7 +144,7 @@ def ending_in(template, name):
                 drawing.add("jnp.mean({m}, 1)")
             drawing.add("jnp.tanh({a}[0])")
             drawing.add("{v}[0]")
-            # Along no other coordinate alone does `ORDERS` take a derivative: all would vanish.
+            # Pure derivatives in `ORDERS` are along the first coordinate. Others would all vanish.
             drawing.pool = [x for x in drawing.pool if x[0] == "v" or x in ("q", "q[0]")]
             rng.shuffle(drawing.pool)
             fits = drawing.add(template)
@@ -153,7 +153,7 @@ def ending_in(template, name):
 
 
 def decides(template, name):
-    """Whether some program that ends in the template is as float64 has it, and none is wrong."""
+    """Returns whether a program that ends in the template agrees with float64. Fails on errors."""
     for drawing, rng in ending_in(template, name):
         with programs.standard(), jax.enable_x64(True):
             program = programs.finished(rng, drawing, MODES[name], ALONE[name])
@@ -161,7 +161,7 @@ def decides(template, name):
             continue
         case = programs.Case(name, program, ALONE[name])
         verdict = programs.judge(case)
-        # A program that is constant but for rounding decides nothing: squares of a layer norm.
+        # A program that is constant up to rounding decides nothing, as squares of a layer norm.
         wrong = verdict.status == "wrong" and verdict.ratio > 4 and verdict.tolerance < 1
         if verdict.status == "raised" or wrong:
             pytest.fail(programs.shown(case, verdict, template))
@@ -182,7 +182,7 @@ def decides(template, name):
 )
 def test_each_operation(name, family):
     undecided = [template for template in TEMPLATES[family] if not decides(template, name)]
-    # It has a rule for reverse mode alone.
+    # `huber` has a rule for reverse mode only.
     assert undecided == (["huber({v})"] if (name, family) == ("partials", "reductions") else [])
 
 
@@ -190,9 +190,9 @@ UNUSUAL = r"argmax|argsort|floor|top_k|switch|own|tilted|magnitude|1j|fill|order
 
 
 def test_unusual_operations():
-    """Of those, what evaluates indices, complex numbers and derivatives of their own."""
+    """Tests templates with indices, complex numbers and custom derivatives."""
     found = [t for family in TEMPLATES for t in TEMPLATES[family] if re.search(UNUSUAL, t)]
-    for i, template in enumerate(found[:40]):  # those of one point, and not of a batch
+    for i, template in enumerate(found[:40]):  # templates of one point, not of a batch
         if i % 2 == 0 or "own(" in template:
             assert decides(template, "partials"), template
 
@@ -200,7 +200,7 @@ def test_unusual_operations():
 @pytest.mark.slow
 @pytest.mark.parametrize("family", operations.FAMILIES)
 def test_numpy_computes_what_jax_does(family):
-    """Each operation with its derivative, under two `vmap`s."""
+    """Each operation runs with its derivative, under two `vmap`s."""
     runs, given = {}, {}
     for template in operations.FAMILIES[family][1]:
         drawing, _ = next(ending_in(template, "partials"))
@@ -208,7 +208,7 @@ def test_numpy_computes_what_jax_does(family):
         arrays = {k: space[k] for k in space if re.fullmatch(r"q|w|v\d", k) and k != name}
         value = lambda arrays, text=text, space=space: eval(text, {**space, **arrays})
         slope = lambda arrays, f=value: jax.jvp(f, (arrays,), (arrays,))
-        # A derivative of its own that is for reverse mode alone.
+        # The custom derivative of `huber` is for reverse mode only.
         runs[template] = jax.vmap(jax.vmap(value if "huber" in text else slope))
         given[template] = jax.tree.map(lambda x: np.stack([np.stack([x, 0.9 * x])] * 2), arrays)
     with programs.standard(), jax.enable_x64(True):
@@ -216,5 +216,5 @@ def test_numpy_computes_what_jax_does(family):
         for template, run in runs.items():
             got = jax.tree.leaves(by_numpy.called(run, given[template]))
             for ours, theirs in zip(got, jax.tree.leaves(want[template]), strict=True):
-                # float64, by a solve at most.
+                # Errors are float64's, of at most one solve.
                 np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-9, err_msg=template)

@@ -1,4 +1,4 @@
-"""Split products and TF32, which a CPU computes as hardware that has them does: against NumPy."""
+"""Compares split products and TF32, which a CPU computes as hardware with them does, with NumPy."""
 
 import equinox as eqx
 import jax
@@ -13,9 +13,9 @@ from mpx_pde._dot import split_dot_general
 from mpx_pde._split import IN_HALVES, SPLIT_PRODUCTS, split_by_halves
 
 
-# How many bits each part has, how many parts, and how large the sum of their numbers may be. Then
-# two limits of the error of a product of some hundred terms against float64: the roundings that
-# the format makes, most of which average out.
+# The bits of each part, the number of parts, and the largest sum of the indices of two parts. Then
+# two limits of the error of a product of some hundred terms against float64. They allow for the
+# roundings of the format, most of which average out.
 FORMATS = {
     "tensorfloat32": (11, 1, 0, 2.0**-15, 2.0**-10),
     "tensorfloat32_x3": (11, 2, 1, 2.0**-27, 2.0**-20),
@@ -27,13 +27,13 @@ MATMUL = (((1,), (0,)), ((), ()))
 
 
 def rounded(x, bits):
-    """To the nearest number of so many significant bits, ties to even."""
+    """Rounds to the nearest number of `bits` significant bits, ties to even."""
     mantissa, exponent = np.frexp(np.asarray(x, np.float64))
     return np.ldexp(np.round(mantissa * 2.0**bits), exponent - bits)
 
 
 def oracle(x, y, name):
-    """In float64: what is left out is left out, and nothing else is rounded."""
+    """Multiplies the parts in float64. The product omits the same pairs and rounds nothing else."""
     bits, parts, last, *_ = FORMATS[name]
 
     def cut(z):
@@ -60,9 +60,9 @@ def test_a_product_is_that_of_the_parts(name):
 
 @pytest.mark.parametrize("terms", [128, 8])
 def test_products_of_halves_by_themselves_are_as_exact(terms):
-    """As a GPU takes them. Where the small ones, those with the rests of operands, are written by
-    themselves they are rounded to bfloat16, as these rests are: three roundings of one size in
-    place of the two of operands."""
+    """A GPU computes them so. If the small products, those with remainders of operands, are stored,
+    they are rounded to bfloat16, as the remainders are. This makes three roundings of one size
+    instead of the two of operands."""
     x, y = normal(0, (64, terms)), normal(1, (terms, 64))
     exact = np.asarray(x, np.float64) @ np.asarray(y, np.float64)
     product = lambda x, y, **options: jax.lax.dot_general(x, y, MATMUL, **options)
@@ -85,7 +85,8 @@ def test_a_gpu_takes_wide_products_by_halves_and_narrow_ones_at_once(columns, co
 
 @pytest.mark.parametrize("shapes", [((8, 16), (16, 1)), ((16,), (16, 4)), ((8, 1), (1, 4))])
 def test_a_product_with_a_vector_is_one_of_float32(shapes):
-    """XLA for GPUs makes elementwise products of it: of parts they would be rounded to half."""
+    """XLA for GPUs turns it into elementwise products, which would round products of parts to
+    half."""
     x, y = map(normal, range(2), shapes)
     axes = (((x.ndim - 1,), (0,)), ((), ()))
     product = jax.jit(lambda x, y: split_dot_general(x, y, axes, IN_HALVES))
@@ -136,7 +137,7 @@ def test_derivative_terms_in_tf32():
     full = value("float32")
     assert 2.0**-19 < relative(value("tensorfloat32"), full) < 2.0**-8
     assert relative(value("bfloat16_x6"), full) < 2.0**-19
-    # Coordinates and the layer that meets them are float32 all the same.
+    # Coordinates and the first layer stay float32.
     step = mpx.filter_value_and_grad(loss, mpx.NoOpLossScaling(), forward="tensorfloat32")
     with jax.numpy_dtype_promotion("standard"):
         jaxpr = jax.make_jaxpr(lambda p: step(model, p)[0])(points)

@@ -1,4 +1,4 @@
-"""Finiteness, norms and selection over whole PyTrees."""
+"""Tests finiteness, norms and selection over whole PyTrees."""
 
 import equinox as eqx
 import jax
@@ -85,7 +85,7 @@ def test_squares_are_taken_in_float32(dtype):
     x = jnp.full(10000, 300.0, dtype)
     norm = jax.jit(mpx.global_norm)({"x": x})
     assert norm.dtype == jnp.float32
-    # 1e4 terms summed in float32, in blocks.
+    # 1e4 terms are summed in float32, in blocks.
     np.testing.assert_allclose(norm, 100 * float(x[0]), rtol=1e-6)
 
 
@@ -105,7 +105,7 @@ SPECIAL = np.array([0.0, -0.0, np.nan, -np.nan, np.inf, 1e-40, -np.inf, 1.5], np
 
 
 def filled(sign):
-    """A tree with all kinds of leaves; arrays and keys depend on `sign`."""
+    """Builds a tree with all kinds of leaves. Arrays and keys depend on `sign`."""
     values = np.copysign(SPECIAL, sign)
     return {
         "f32": jnp.array(values),
@@ -125,7 +125,7 @@ def test_the_selected_tree_comes_back_bit_for_bit(jit, pred):
     a, b = filled(1.0), filled(-1.0)
     select = eqx.filter_jit(mpx.select_tree) if jit else mpx.select_tree
     want = a if pred else b
-    # NumPy leaves become arrays of JAX.
+    # NumPy leaves become JAX arrays.
     out = select(jnp.asarray(pred) if jit else pred, a, b)
     assert tree_equal_bits(out, want)
 

@@ -1,4 +1,4 @@
-"""float32 means float32: what the library multiplies by on hardware that has less by default."""
+"""Tests that float32 products are true float32, also on hardware with a lower default."""
 
 import re
 import warnings
@@ -33,7 +33,7 @@ def precisions(fun, *args):
 
 
 def lowered(fun, *args):
-    """What all products of a program ask a compiler for, be they JAX's or ours."""
+    """Returns the precisions that all products of a program ask a compiler for."""
     arrays, static = eqx.partition(args, eqx.is_array)
     run = lambda arrays: eqx.filter(fun(*eqx.combine(arrays, static)), eqx.is_array)
     text = jax.jit(run).lower(arrays).as_text()
@@ -76,7 +76,7 @@ def test_what_is_computed_of_parameters_alone_is_no_tf32(name):
         return [line for line in lines if "dot_general" in line and "bf16" not in line]
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", mpx.PrecisionWarning)  # next to nothing is half
+        warnings.simplefilter("ignore", mpx.PrecisionWarning)  # almost nothing is half
         text = jax.jit(lambda w, x: gradient(w, x)[2]).lower(SQUARE, SQUARE).as_text()
     products = asked(text.splitlines())
     assert products
@@ -95,7 +95,7 @@ WAYS = {"cast": {}, "autocast": {"autocast": True}, "forward": {"forward": "floa
 @pytest.mark.parametrize(("loss", "setting"), [(regression, "highest"), (pde, "tensorfloat32")])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_default_for_float32_is_no_wish_of_half_precision(way, loss, setting):
-    """As `jax.config.update("jax_default_matmul_precision", "highest")` in a script for float32."""
+    """A float32 script may use `jax.config.update("jax_default_matmul_precision", "highest")`."""
     options = {"policy": policy("bfloat16"), "keep_full": (False, loss is pde), **WAYS[way]}
     gradient = mpx.filter_grad(loss, mpx.NoOpLossScaling(), **options)
 
@@ -131,7 +131,7 @@ def test_a_precision_inside_of_the_program_is_its_wish():
 
 
 def test_it_is_no_wish_of_the_program():
-    """`autocast` and the engine leave alone what a program asks to have more precise."""
+    """`autocast` and the engine do not cast products for which a program asks more precision."""
     cast = mpx.autocast(regression, "bfloat16")
     report = mpx.precision_report(full(cast))(MODEL, POINTS)
     assert report.by_dtype().keys() == {"bfloat16"}
@@ -148,7 +148,7 @@ def test_tf32_in_derivative_terms_is_told(on_a_gpu):
     def loss(model):
         return pde(model, POINTS)
 
-    jax.eval_shape(lambda: loss(MODEL))  # left to itself the engine takes the highest precision
+    jax.eval_shape(lambda: loss(MODEL))  # by default the engine takes the highest precision
     told = pytest.warns(mpx.PrecisionWarning, match=r"`partials`: derivative terms .*TF32")
     with jax.default_matmul_precision("tensorfloat32"), told:
         jax.eval_shape(lambda: loss(MODEL))

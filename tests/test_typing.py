@@ -1,5 +1,5 @@
-"""What a type checker sees of the package that is installed: pyright, in strict mode, on a user's
-script against the built wheel."""
+"""Tests the types of the installed package: pyright in strict mode checks a user's script against
+the built wheel."""
 
 import json
 import os
@@ -16,13 +16,13 @@ import pytest
 from pages import ROOT
 
 
-# Both are of the extra `dev`, which `.ci/run` installs for the linters.
+# Both are in the extra `dev`, which `.ci/run` installs for the linters.
 needs_tools = [pytest.importorskip(name) for name in ("pyright", "hatchling.build")]
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """The folder with the wheel and the source distribution."""
+    """Builds the wheel and the source distribution, and returns their folder."""
     folder = tmp_path_factory.mktemp("dist")
     code = "import sys; import hatchling.build as b; b.build_{}(sys.argv[1])"
     for kind in ("wheel", "sdist"):
@@ -33,7 +33,7 @@ def built(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def python(built, tmp_path_factory):
-    """The Python of an environment in which the wheel is installed, and what this one has."""
+    """Returns the Python of an environment with the wheel and this environment's packages."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False, symlinks=True)
     [site] = folder.glob("lib/python*/site-packages")
@@ -47,12 +47,12 @@ def python(built, tmp_path_factory):
 CONFIG = {
     "typeCheckingMode": "strict",
     "include": ["script.py"],
-    "reportMissingTypeStubs": False,  # of other packages
+    "reportMissingTypeStubs": False,  # other packages lack them
 }
 
 
 def check(python, folder, script):
-    """What pyright says of a script in strict mode, as `{line: [message]}`."""
+    """Returns pyright's messages about a script in strict mode, as `{line: [message]}`."""
     path = folder / "script.py"
     path.write_text(script, encoding="utf-8")
     (folder / "pyrightconfig.json").write_text(json.dumps(CONFIG), encoding="utf-8")
@@ -74,7 +74,7 @@ def test_a_script_passes_in_strict_mode(python, tmp_path):
     assert check(python, tmp_path, script) == {}
 
 
-# Each line but the first is wrong.
+# Each line except the first is wrong.
 WRONG = """import mpx_pde as mpx
 mpx.nosuch
 mpx.DynamicLossScaling("a")

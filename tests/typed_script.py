@@ -1,4 +1,4 @@
-"""A program of a user in which all types are right: `test_typing.py` gives it to pyright."""
+"""A user's program with correct types, which `test_typing.py` checks with pyright."""
 
 from collections.abc import Callable
 from typing import Any, assert_type
