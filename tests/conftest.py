@@ -34,8 +34,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 hypothesis.settings.register_profile("suite", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("suite")
 
-# Checks every annotation of the package, including shapes and dtypes, except in `__init__`, where
-# the hook would leave a name of its own.
+# Checks every annotation of the package, including shapes and dtypes. `__init__` is excluded,
+# because the hook would add a name to it.
 _package = importlib.util.find_spec("mpx_pde")
 _modules = [m.name for m in pkgutil.iter_modules(_package.submodule_search_locations, "mpx_pde.")]
 with jaxtyping.install_import_hook(_modules, "beartype.beartype"):

@@ -69,7 +69,7 @@ logaddexp.defjvp(lambda p, t: (logaddexp(*p), jnp.cos(p[0]) * p[1] * t[0] + jnp.
 
 @jax.custom_vjp
 def huber(v):
-    # sqrt(1 + v²) - 1, in a form in which nothing cancels inside of one statement.
+    # sqrt(1 + v²) - 1, in a form without cancellation inside of one statement.
     return jnp.sum(v * v / (jnp.sqrt(1 + v * v) + 1))
 
 

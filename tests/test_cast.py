@@ -363,7 +363,7 @@ def test_full_precision_passes_keywords_and_keys():
     assert tree_equal_bits(dropout(x, inference=True), x)
 
 
-# --- Half behind a layer in full precision --------------------------------------------------------
+# --- Half after a layer in full precision ---------------------------------------------------------
 
 
 def _behind(x, out_dtype="half"):

@@ -349,7 +349,7 @@ VALUE_ERRORS = {
     # Trees.
     "`select_tree` … structure … at ['b'] it has nothing": lambda: select(True, {"a": W}, {"b": W}),
     "`select_tree` … the root … same shape … float32[3] … float32[4,3]": lambda: select(True, W, X),
-    # Optimizers, and what goes between devices.
+    # Optimizers and collectives.
     "same structure … ['b'] it has None … `eqx.combine`": lambda: update_tree(b=None),
     "same structure … ['n']": lambda: update_tree(n=jnp.ones(2)),
     "a node differs … list … tuple": lambda: update(SGD.init((W,)), SGD, (W,), [W]),

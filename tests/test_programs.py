@@ -153,7 +153,7 @@ def ending_in(template, name):
 
 
 def decides(template, name):
-    """Returns whether a program that ends in the template agrees with float64. Fails on errors."""
+    """Returns whether a program ending in the template agrees with float64. None may be wrong."""
     for drawing, rng in ending_in(template, name):
         with programs.standard(), jax.enable_x64(True):
             program = programs.finished(rng, drawing, MODES[name], ALONE[name])

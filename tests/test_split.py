@@ -85,8 +85,7 @@ def test_a_gpu_takes_wide_products_by_halves_and_narrow_ones_at_once(columns, co
 
 @pytest.mark.parametrize("shapes", [((8, 16), (16, 1)), ((16,), (16, 4)), ((8, 1), (1, 4))])
 def test_a_product_with_a_vector_is_one_of_float32(shapes):
-    """XLA for GPUs turns it into elementwise products, which would round products of parts to
-    half."""
+    """XLA for GPUs makes it elementwise, which would round products of parts to half."""
     x, y = map(normal, range(2), shapes)
     axes = (((x.ndim - 1,), (0,)), ((), ()))
     product = jax.jit(lambda x, y: split_dot_general(x, y, axes, IN_HALVES))

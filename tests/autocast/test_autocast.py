@@ -56,7 +56,7 @@ first = lambda v: (v @ jnp.ones(4, v.dtype))[0].astype(jnp.float32)
 PICKS = jnp.zeros(MANY, int)
 USES = {
     "a master in a loop": lambda w: added_up(first, w),
-    # The program's own cast is postponed until the product, too.
+    # The program's own cast is also postponed until the product.
     "what the program casts": lambda w: added_up(first, w.astype(jnp.float16)),
     "what was computed in half": lambda w: added_up(lambda v: jnp.sum(v[0] * 1.0), w @ jnp.eye(4)),
     # Embeddings and graphs do this.
@@ -93,7 +93,7 @@ def test_a_parameter_is_cast_once_and_keeps_its_gradient_in_float32():
         assert len(re.findall(r"f16\[8,8\]\S* convert\(", compiled)) == 1
 
 
-# --- What is kept for the backward pass -----------------------------------------------------------
+# --- Arrays that are kept for the backward pass ---------------------------------------------------
 
 
 def kept(fun, *args):
@@ -251,7 +251,7 @@ def test_half_by_primitive():
     assert dtypes_of(scoped, "exp", w, x, half="exp", full="decoder") == ["float32"]
 
 
-# --- What passes through --------------------------------------------------------------------------
+# --- Values that pass through ---------------------------------------------------------------------
 
 
 OTHERS = {

@@ -115,7 +115,7 @@ def multiplied(fun, *args):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("policy", POLICIES[:2])
 def test_reports_say_what_is_multiplied(policy, dtype, override):
-    """An override that asks for at least float32 also does not lower float64."""
+    """An override that asks for at least float32 does not lower float64."""
     with jax.enable_x64(dtype == "float64"):
         x, w = (jnp.linspace(0, 1, 12, dtype="float32").reshape(s) for s in ((4, 3), (3, 4)))
         for product in PRODUCTS:

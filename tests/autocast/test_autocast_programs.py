@@ -102,7 +102,7 @@ def test_autocast_of_what_is_autocast_already():
     outer = mpx.autocast(fun(inner), "float16")
     got, want = (jax.jit(jax.grad(f, (0, 1)))(w, x) for f in (outer, fun(reverse)))
     assert tree_allclose(got, want, "float16", DEEP)
-    # Also autocast its derivative.
+    # Autocasts its derivative as well.
     again = mpx.autocast(jax.grad(fun(inner), (0, 1)), "float16")
     assert tree_allclose(jax.jit(again)(w, x), want, "float16", DEEP)
 
@@ -174,7 +174,7 @@ def test_gradients_of_random_programs(program):
     assert tree_allclose(got, want, half, DEEP)
 
 
-# --- Masters that many share ----------------------------------------------------------------------
+# --- Shared masters -------------------------------------------------------------------------------
 
 
 def test_cotangents_of_a_bias_in_a_batch_add_up_in_float32():
@@ -244,7 +244,7 @@ def test_a_function_that_says_how_its_arrays_are_sharded_says_so_still():
     assert_half(cast, w, x)
 
 
-# --- What belongs to a sum ------------------------------------------------------------------------
+# --- Operands of sums -----------------------------------------------------------------------------
 
 
 def far(w, x):
@@ -346,7 +346,7 @@ def test_every_differentiable_operation_of_lax_has_a_row():
     assert sorted(lax_own - {*tables.TABLE} - {*EXCEPTIONS}) == []
 
 
-# --- Branches of a platform -----------------------------------------------------------------------
+# --- Branches by platform -------------------------------------------------------------------------
 
 
 # Stands for a kernel for other hardware, so it has no lowering.
@@ -395,7 +395,7 @@ def test_rules_on_several_devices(name):
     assert tree_allclose(got, want, "float16", DEEP)
 
 
-# --- What a backward pass writes ------------------------------------------------------------------
+# --- Writes of a backward pass --------------------------------------------------------------------
 
 
 def _block(params, x):

@@ -40,7 +40,7 @@ def steps(optimizer, params, gradient, count):
 
 @pytest.mark.parametrize(("begin", "rate"), [(2.0**10, 0.5), (2.0**14, 1.0)])
 def test_gradients_are_unscaled_by_the_scale_that_the_loss_had(begin, rate):
-    """It may differ from the state's scale: the loop scales all updates, or starts elsewhere."""
+    """The loss's scale may differ from the state's: a loop scales updates or starts elsewhere."""
     net, count = jnp.array([1.0, -2.0, 0.5]), 4
     scaling = mpx.DynamicLossScaling(2.0**10, period=2)
     optimizer = optax.chain(scale_by(optax.sgd(0.25), scaling, **MOVING), optax.scale(rate))

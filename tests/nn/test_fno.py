@@ -165,7 +165,7 @@ def test_gradients_inside_of_shard_map(how):
 
 
 def test_an_activation_that_was_replaced_by_any_function():
-    """`equinox.tree_at` replaces it as it is; `FNO(activation=...)` would wrap it in `safe`."""
+    """`equinox.tree_at` inserts it unchanged. `FNO(activation=...)` would wrap it in `safe`."""
     model = make((4,), (1, 1), layers=1)
     plain = eqx.tree_at(lambda m: m.activation, model, jnp.tanh)
     wanted = eqx.tree_at(lambda m: m.activation, model, nn.tanh)

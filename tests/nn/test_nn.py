@@ -204,7 +204,7 @@ def test_exact_gelu_is_that_of_jax_by_cheaper_means():
     with jax.enable_x64(True):
         wide = jnp.asarray(np.asarray(x), jnp.float64)
         want, slope = exact(wide), jax.vmap(jax.grad(exact))(wide)
-    # Where 1 + erf cancels, the error of erf near 1 (two units) remains, times |x| / 2.
+    # If 1 + erf cancels, the error of erf near 1 (two units) remains, times |x| / 2.
     np.testing.assert_allclose(nn.exact_gelu(x), want, rtol=5e-7, atol=1e-6)
     np.testing.assert_allclose(jax.vmap(jax.grad(nn.exact_gelu))(x), slope, rtol=5e-7, atol=1e-6)
     names = {e.primitive.name for e in equations(jax.make_jaxpr(nn.exact_gelu)(x))}

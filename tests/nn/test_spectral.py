@@ -183,7 +183,7 @@ def test_a_smooth_field_above_the_range_of_float16():
 
 @pytest.mark.slow
 def test_hard_fields_in_float16():
-    """Values and gradients are finite, and rounding alone explains their errors."""
+    """Values and gradients are finite, and rounding explains all of their errors."""
     modes = (16, 16)
     layer = make(modes, method="dft")
     half = mpx.cast_to_float16(layer)

@@ -21,7 +21,7 @@ HALF = jnp.float16
 LARGE = np.float32(60000.0)
 
 
-# --- What overflows float16 is no fault of float32 ------------------------------------------------
+# --- Overflow of float16 is not blamed on float32 -------------------------------------------------
 
 
 # Each takes four values of 60,000 in float16 and exceeds 65,504. Some multiply first, and then only
@@ -74,7 +74,7 @@ def test_callbacks_get_the_dtype_that_they_were_written_for():
     assert mpx.range_report(fun)(np.full(4, LARGE, HALF)).first_nonfinite is None
 
 
-# --- What comes in --------------------------------------------------------------------------------
+# --- Inputs ---------------------------------------------------------------------------------------
 
 NAN = np.array([1.0, np.nan], np.float32)
 
@@ -172,7 +172,7 @@ def test_float64_is_looked_at_as_it_is():
     assert "largest 2^664.4" in text
 
 
-# --- Where ----------------------------------------------------------------------------------------
+# --- Lines ----------------------------------------------------------------------------------------
 
 
 # The first layer is float32, and it is most of so small a network.

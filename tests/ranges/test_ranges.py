@@ -23,7 +23,7 @@ def row_of(report, primitive):
 
 # --- Counting -------------------------------------------------------------------------------------
 
-# Each value with the half formats that lose it, and how.
+# Maps each value to the half formats that lose it, and to the kind of loss.
 VALUES = {
     0.0: {},
     1.0: {},
@@ -124,7 +124,7 @@ def test_the_run_is_float32_whatever_the_function_casts_to():
     assert report.result[0][1] == 4e7
 
 
-# --- Where ----------------------------------------------------------------------------------------
+# --- Lines ----------------------------------------------------------------------------------------
 
 
 def test_a_planted_overflow_is_reported_at_its_own_line():
