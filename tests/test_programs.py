@@ -144,7 +144,7 @@ def ending_in(template, name):
                 drawing.add("jnp.mean({m}, 1)")
             drawing.add("jnp.tanh({a}[0])")
             drawing.add("{v}[0]")
-            # Pure derivatives in `ORDERS` are along the first coordinate. Others would all vanish.
+            # Every derivative in `ORDERS` involves `q[0]`. With another entry, all would vanish.
             drawing.pool = [x for x in drawing.pool if x[0] == "v" or x in ("q", "q[0]")]
             rng.shuffle(drawing.pool)
             fits = drawing.add(template)

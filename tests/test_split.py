@@ -60,9 +60,9 @@ def test_a_product_is_that_of_the_parts(name):
 
 @pytest.mark.parametrize("terms", [128, 8])
 def test_products_of_halves_by_themselves_are_as_exact(terms):
-    """A GPU computes them so. If the small products, those with remainders of operands, are stored,
-    they are rounded to bfloat16, as the remainders are. This makes three roundings of one size
-    instead of the two of operands."""
+    """This is the form for a GPU. If the small products, those with remainders of operands, are
+    stored, they are rounded to bfloat16, as the remainders are. This makes three roundings of one
+    size instead of the two of operands."""
     x, y = normal(0, (64, terms)), normal(1, (terms, 64))
     exact = np.asarray(x, np.float64) @ np.asarray(y, np.float64)
     product = lambda x, y, **options: jax.lax.dot_general(x, y, MATMUL, **options)
@@ -85,7 +85,7 @@ def test_a_gpu_takes_wide_products_by_halves_and_narrow_ones_at_once(columns, co
 
 @pytest.mark.parametrize("shapes", [((8, 16), (16, 1)), ((16,), (16, 4)), ((8, 1), (1, 4))])
 def test_a_product_with_a_vector_is_one_of_float32(shapes):
-    """XLA for GPUs makes it elementwise, which would round products of parts to half."""
+    """XLA for GPUs makes it elementwise. Products of parts would then be rounded to half."""
     x, y = map(normal, range(2), shapes)
     axes = (((x.ndim - 1,), (0,)), ((), ()))
     product = jax.jit(lambda x, y: split_dot_general(x, y, axes, IN_HALVES))

@@ -1,4 +1,4 @@
-"""Tests that the problems of `examples/problems` train and that their solutions solve them."""
+"""Tests that problems of `examples/problems` train and that solutions solve their equations."""
 
 import functools
 import importlib
