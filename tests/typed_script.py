@@ -61,7 +61,7 @@ def others(model: eqx.nn.MLP, x: jax.Array) -> None:
     fast = mpx.autocast(model, "bfloat16_x3", full="readout")
     assert_type(fast.report(x), mpx.AutocastReport)
     assert_type(mpx.range_report(half)(x), mpx.RangeReport)
-    assert_type(mpx.laplacian(model, coords="xy", outputs=["u"])(x)["laplacian"], jax.Array)
+    assert_type(mpx.laplacian(model, coords="xy", outputs=["u"])(x)["lap_u"], jax.Array)
     with mpx.half_precision(jnp.bfloat16):
         assert_type(mpx.half_precision_datatype(), np.dtype[Any])
         assert_type(mpx.HALF_PRECISION_DATATYPE, np.dtype[Any])

@@ -55,7 +55,7 @@ USES = {
 }
 
 # Each product with `cast`, and `dot` with each use.
-CASES = [(product, "cast") for product in PRODUCTS] + [("dot", use) for use in USES]
+CASES = [(x, "cast") for x in PRODUCTS if x != "dot"] + [("dot", use) for use in USES]
 
 
 def program(product, use, dtype):

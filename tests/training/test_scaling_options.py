@@ -69,8 +69,8 @@ def test_options_of_derivative_scalings(make, want):
     assert names == {"type", "kind", "names", "rows", "order"}
     assert (options["type"], options["rule.margin"]) == ("DerivativeScaling", 6)
     assert (options["kind"], options["names"], options["order"]) == want
+    other = mpx.DerivativeScaling.per_direction("xt", order=2, terms=["u_x"])
     with pytest.raises(ValueError, match="rows was"):
-        other = mpx.DerivativeScaling.per_direction("xt", order=2, terms=["u_x"])
         mpx.check_scaling_options({"": options}, other)
     copied = pickle.loads(pickle.dumps(scaling))
     assert eqx.tree_equal(copied, scaling)
