@@ -26,15 +26,7 @@ def scaler(scale: float, minimum: float = 1.0, **kwargs):
 # Name → positional parameters of MPX 0.1.8, in order.
 MPX_FUNCTIONS = {
     "all_finite": ("tree",),
-    **dict.fromkeys(
-        ("calculate_scaled_grad", "filter_grad", "filter_value_and_grad"),
-        ("func", "scaling", "has_aux", "use_mixed_precision"),
-    ),
     "cast_function": ("func", "dtype", "return_dtype"),
-    **{
-        f"cast_to_{name}": ("x",)
-        for name in ("bfloat16", "float16", "float32", "full_precision", "half_precision")
-    },
     "cast_tree": ("tree", "dtype"),
     "DynamicLossScaling": ("loss_scaling", "min_loss_scaling", "factor", "period", "counter"),
     "force_full_precision": ("func", "return_dtype"),
@@ -44,6 +36,10 @@ MPX_FUNCTIONS = {
     "select_tree": ("pred", "a", "b"),
     "set_half_precision_datatype": ("datatype",),
 }
+for name in ("bfloat16", "float16", "float32", "full_precision", "half_precision"):
+    MPX_FUNCTIONS[f"cast_to_{name}"] = ("x",)
+for name in ("calculate_scaled_grad", "filter_grad", "filter_value_and_grad"):
+    MPX_FUNCTIONS[name] = ("func", "scaling", "has_aux", "use_mixed_precision")
 
 
 def test_functions_take_the_arguments_of_mpx():
