@@ -79,9 +79,8 @@ def predict(report: Report, target: str, quick: bool) -> None:
             step = sized(precision, quick, _Untold)
             state = eqx.filter_eval_shape(step.begun)
             batch = jax.ShapeDtypeStruct((step.points, 2), jnp.dtype(step.optimizer.forward))
-            options = {} if "_x3" in precision else CUBLAS
-            parts = step.taken, state, batch
-            program = compile_for(target, *parts, donate=(0,), compiler_options=options)
+            options = {"compiler_options": {} if "_x3" in precision else CUBLAS, "donate": (0,)}
+            program = compile_for(target, step.taken, state, batch, **options)
             arrays = jax.tree.leaves(eqx.filter(step.network(), eqx.is_inexact_array))
         told = {"parameters": sum(x.size for x in arrays), "points": step.points}
         told |= summary(Roofline(program.module).kernels(), CHIPS[target])

@@ -37,9 +37,8 @@ def _by_problem(data: Result) -> Iterator[Record]:
         told = {f"{name}, {n}": x for (name, n, seed), x in at.items() if seed == runs[0]["seed"]}
         both = [(at.get(("float64-float32", *k)), x) for (p, *k), x in at.items() if p == "float64"]
         ratios = ", ".join(f"{narrow / wide:.2f}" for narrow, wide in both if narrow)
-        last = sorted((seed, x) for (*k, seed), x in at.items() if k == ["float64", 1200])
-        last = ", ".join(f"{x:.1e}" for _, x in last) or None
-        yield {**runs[0], **told, "ratios": ratios, "last": last}
+        last = [f"{x:.1e}" for k, x in sorted(at.items()) if k[:2] == ("float64", 1200)]
+        yield {**runs[0], **told, "ratios": ratios, "last": ", ".join(last) or None}
 
 
 second_order = Table(
