@@ -29,8 +29,7 @@ ORDERS = {
 def test_a_weight_has_the_gradient_that_it_has(order):
     weight, points = normal(0, (4,)), normal(1, (6, 4))
     want = ORDERS[order](in_full)(weight, points)
-    got = jax.jit(ORDERS[order](apart))(weight, points)
-    np.testing.assert_allclose(got, want, rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(ORDERS[order](apart))(weight, points), want, rtol=1e-6)
 
 
 def test_a_norm_s_weight_is_summed_over_points_by_itself():

@@ -80,8 +80,7 @@ def test_any_schedule_of_faults(kinds):
         # A skipped step changes no bit. Step i leads from state i to state i + 1.
         before, after = x[:-1][~finite], x[1:][~finite]
         assert before.tobytes() == after.tobytes()
-    bad = np.isin(kinds, BAD)
-    assert not np.any(finite[bad])
+    assert not np.any(finite[np.isin(kinds, BAD)])
     scale = scaling.loss.loss_scaling
     assert np.all((scale >= LOWEST) & (scale <= HIGHEST) & (np.frexp(scale)[0] == 0.5))
     exponents = scaling.derivatives.exponents
