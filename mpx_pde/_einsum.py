@@ -78,9 +78,10 @@ def mixed_einsum(
     operands.
     """
     call = "mixed_einsum"
-    if not isinstance(subscripts, str):
+    if not isinstance(subscripts, str) or not operands:
         raise TypeError(
-            f"`{call}` takes its subscripts as a string first, but got {in_a_line(subscripts)}."
+            f"`{call}` takes its subscripts as a string first, and then the operands, but got "
+            f"{in_a_line(subscripts)} and {len(operands)} operands."
         )
     arrays = [as_operand(x, call) for x in operands]
     dtypes = product_dtypes(arrays, dtype, out_dtype, call)

@@ -108,5 +108,5 @@ def _paired(x: Any, y: Any, algorithm: str) -> Any:
 
 def _sum(first: Any, small: list[Any]) -> Any:
     low = functools.reduce(jnp.add, small).astype(first.dtype)
-    # Infinity times a remainder of 0 is NaN.
-    return first + jnp.where(jnp.isnan(low), jnp.zeros_like(low), low)
+    # Infinity times a remainder is NaN, or an infinity of any sign.
+    return first + jnp.where(jnp.isfinite(low), low, jnp.zeros_like(low))

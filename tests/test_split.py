@@ -113,10 +113,10 @@ def test_gradients_are_products_of_the_parts_too():
 
 
 def test_infinities_stay():
-    x = jnp.array([[jnp.inf, 1.0]])
-    out = split_dot_general(x, jnp.ones((2, 1)), MATMUL, "bfloat16_x6")
-    assert out == jnp.inf
-    assert jnp.isnan(split_dot_general(jnp.nan * x, jnp.ones((2, 1)), MATMUL, "tensorfloat32"))
+    x, y = jnp.array([[jnp.inf, 1.0]] * 2), 1.0 + jnp.arange(8.0).reshape(2, 4) / 7
+    for name in SPLIT_PRODUCTS:  # a remainder of `y` may be negative
+        np.testing.assert_array_equal(split_dot_general(x, y, MATMUL, name), np.inf)
+    assert jnp.all(jnp.isnan(split_dot_general(jnp.nan * x, y, MATMUL, "tensorfloat32")))
 
 
 @pytest.mark.slow

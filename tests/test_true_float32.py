@@ -133,8 +133,7 @@ def test_a_precision_inside_of_the_program_is_its_wish():
 def test_it_is_no_wish_of_the_program():
     """`autocast` and the engine do not cast products for which a program asks more precision."""
     cast = mpx.autocast(regression, "bfloat16")
-    report = mpx.precision_report(full(cast))(MODEL, POINTS)
-    assert report.by_dtype().keys() == {"bfloat16"}
+    assert mpx.precision_report(full(cast))(MODEL, POINTS).by_dtype().keys() == {"bfloat16"}
     kept = mpx.autocast(mpx.force_full_precision(regression), "bfloat16")
     assert mpx.precision_report(full(kept))(MODEL, POINTS).by_dtype().keys() == {"float32"}
 

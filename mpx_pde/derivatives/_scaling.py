@@ -291,8 +291,9 @@ class DerivativeScaling(eqx.Module):
                 f"all scalers, or one for each of {', '.join(self.names)}, but got "
                 f"{in_a_line(exponents)}."
             )
-        low, high = (jnp.array(b, jnp.int32) for b in (self.rule.lowest, self.rule.highest))
-        new = jnp.clip(jnp.asarray(exponents, jnp.int32), low, high)
+        # As float32, in which no integer wraps around before it is clipped.
+        low, high = (jnp.array(b, jnp.float32) for b in (self.rule.lowest, self.rule.highest))
+        new = jnp.clip(jnp.asarray(given, jnp.float32), low, high).astype(jnp.int32)
         return with_fields(self, exponents=jnp.broadcast_to(new, low.shape))
 
 

@@ -14,7 +14,7 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array
 
-from .._cast import convert
+from .._cast import convert, widen
 from .._dtypes import asked_of_context, is_half, precision_of_user
 from .._forward import Forward, forward_in, present_forward
 from .._notes import noting
@@ -132,7 +132,7 @@ def propagate(
         with scope:
             (out,) = evaluator.program(closed, [Jet(point, streams, RAW)], asked)
         if not isinstance(out, Jet):
-            return jnp.asarray(out), {}, lost
+            return widen(jnp.asarray(out)), {}, lost
         out = evaluator.above.storage.loaded(out, closed.out_avals[0].dtype)
         shape = out.primal.shape
         full = {k: jnp.broadcast_to(x, plan.shape(k, shape)) for k, x in out.streams.items()}

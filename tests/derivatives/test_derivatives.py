@@ -80,6 +80,14 @@ def test_a_special_term_is_known_whatever_the_order_of_its_letters():
     assert {n for n, c in zip(scaling.row_names, seen, strict=True) if c} == {"u_yx"}
 
 
+def test_an_output_that_does_not_depend_on_the_point_is_float32():
+    """In float16 its zeros times a scale of 2^16 are NaN. A scale is clipped to its bounds."""
+    scaling = mpx.DerivativeScaling.per_direction("x", order=2).with_exponents(np.int64(2**40))
+    given = {"coords": "x", "outputs": "u", "scaling": scaling}
+    d = mpx.partials(lambda p: jnp.float16(300.0), ["u", "u_xx"], **given)(jnp.ones(1))
+    assert all((d["u"] ** 2 == 90_000.0, d["u_xx"] == 0, scaling.exponents == 15))
+
+
 def test_names_of_coordinates_that_run_into_each_other():
     """`_xx` is the second derivative in `x` as well as the first in `xx`."""
     scaling = mpx.DerivativeScaling.per_direction(["x", "xx"], order=2).with_exponents([-3, -5])
