@@ -154,7 +154,7 @@ def names_of(value: Any, call: str, what: str) -> tuple[str, ...]:
     if not names or not all(map(fits, names)):
         raise TypeError(
             f"`{call}` takes {what} as a string with a letter for each and nothing in between, "
-            f"such as 'xt', or as a list of names, but got {in_a_line(value)}."
+            f"such as 'xt', or as a list of names, but got {value!r}."
         )
     twice = sorted({n for n in names if names.count(n) > 1})
     if twice:

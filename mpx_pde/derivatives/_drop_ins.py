@@ -143,7 +143,7 @@ def _places(args: tuple, used: Sequence[int], call: str) -> dict[int, tuple[int,
         if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(
                 f"`{call}` takes a floating-point point, but its argument {i} is {dtype.name}. "
-                "Convert integers by `.astype(float)`."
+                "Pass an integer as `jnp.float32(x)`."
             )
         places[i] = tuple(range(start, start + np.size(x)))
         start += np.size(x)
@@ -215,8 +215,8 @@ def grad(
     float64).
 
     **Raises:** `TypeError` for a `scaling` that is not one, `argnums` that are not positions,
-    arguments with two axes or more, and outputs that are not scalars; `ValueError` for names that
-    do not fit.
+    arguments with two axes or more or without a floating-point dtype, and outputs that are not
+    scalars; `ValueError` for names that do not fit.
 
     ```python
     u = lambda t, x: jnp.sin(x) * jnp.exp(-t)

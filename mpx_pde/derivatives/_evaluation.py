@@ -271,10 +271,9 @@ class Evaluation:
 
         **Raises:** `TypeError` for coordinates that are passed one by one, as `others`.
         """
-        wide = getattr(point, "dtype", None) == jnp.float64
-        if _multiplies_tensorfloat32() and not wide:
-            warn_of_tensorfloat32(self._call, "derivative terms")
         value, streams, lost = self._propagated(point, others)
+        if _multiplies_tensorfloat32() and value.dtype != jnp.float64:
+            warn_of_tensorfloat32(self._call, "derivative terms")
         blamed = self._blamed(lost)
         zero, streams = jnp.zeros_like(value), {**streams, (): value}
         found = {x.name: streams.get(x.key, zero)[x.output] for x in self._asked}

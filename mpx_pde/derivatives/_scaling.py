@@ -288,8 +288,7 @@ class DerivativeScaling(eqx.Module):
         if not fits or not np.issubdtype(given.dtype, np.integer):
             raise ValueError(
                 "`DerivativeScaling.with_exponents` takes the log2 of the scales as an integer for "
-                f"all scalers, or one for each of {', '.join(self.names)}, but got "
-                f"{in_a_line(exponents)}."
+                f"all scalers, or one for each of {', '.join(self.names)}, but got {exponents!r}."
             )
         # As float32, in which no integer wraps around before it is clipped.
         low, high = (jnp.array(b, jnp.float32) for b in (self.rule.lowest, self.rule.highest))

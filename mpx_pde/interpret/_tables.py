@@ -19,9 +19,9 @@ class Row(NamedTuple):
         linear in all floating-point operands together; `"product"` is a matrix product or a
         convolution; `"multiplied"` is a product or quotient entry by entry; `"elementwise"` is a
         function of one variable (with derivatives in `_towers.py`, or taken one by one);
-        `"selection"` picks from its operands; `"constant"` is constant if it has a derivative;
-        `"cast"` changes the dtype; `"container"` holds jaxprs; `"nested"` has no rule, and is
-        differentiated by nested `jvp`; `"opaque"` cannot be differentiated.
+        `"selection"` picks from its operands; `"constant"` is constant wherever it has a
+        derivative; `"cast"` changes the dtype; `"container"` holds jaxprs; `"nested"` has no rule,
+        and is differentiated by nested `jvp`; `"opaque"` cannot be differentiated.
     - `precision`: `"half"` rounds its operands to half, and accumulates in float32; `"itself"` is a
         mixed product of the program with its own precision; `"float32"`; `"operands"` is half if
         computed operands are half, and parameters, inputs and constants adapt to them; `"program"`
@@ -149,7 +149,7 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     ("ffi_call pallas_call", "nested", "program", _KERNEL, "typed"),
     ("swap addupdate", "opaque", "program", _REFERENCE, "typed"),
     # The library's own. They return values as they are or as memory stores them, add values, also
-    # of two dtypes, take moments for each channel on a grid, or show values to observers.
+    # of two dtypes, repeat a value for each channel, take moments, or show values to observers.
     ("rounded_cotangent written written_in read_at_once", "linear", "program", _OURS, "stores"),
     ("add_product sum_together spread_together", "linear", "program", _OURS, ""),
     ("beside summed_apart", "linear", "program", _OURS, ""),

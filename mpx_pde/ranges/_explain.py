@@ -101,10 +101,10 @@ def _fix(row: Row, report: RangeReport) -> str:
                 f"the dtype of an array that is half then, name float32 instead. Or {smaller}"
             )
         return (
-            f"That is a cast to {row.dtype}. If the code casts, write `astype(jnp.float32)` or "
-            "leave the cast out (`mpx.autocast` rounds the operands of products by itself). If it "
-            "is a function such as `jnp.sum`, which returns the dtype that it was given, in a "
-            f"layer of a model that is cast, use `mpx.FullPrecision` around the layer. Or {smaller}"
+            f"That is a cast to {row.dtype}, by the code or by a function such as `jnp.sum`, which "
+            "returns the dtype that it was given. Write `astype(jnp.float32)`, or leave the cast "
+            "out (`mpx.autocast` rounds the operands of products by itself). In a layer of a model "
+            f"that is cast, use `mpx.FullPrecision` around the layer. Or {smaller}"
         )
     name = glob.escape(row.scope.rsplit("/", 1)[-1]) or primitive  # overrides are patterns
     return (

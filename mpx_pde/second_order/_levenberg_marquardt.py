@@ -166,8 +166,9 @@ class LevenbergMarquardt(eqx.Module):
             Jacobian.
         - `damping`: the first damping, relative to the largest squared norm of a Jacobian column.
         - `min_damping`, `max_damping`: the bounds of the damping, relative to the same norm.
-        - `acceleration`: the largest length, relative to the step, at which half of an acceleration
-            is added. It takes the second derivative of the residuals in forward mode. 0 omits it.
+        - `acceleration`: the largest length of the acceleration, relative to the step, at which
+            half of it is added. It takes the second derivative of the residuals in forward mode. 0
+            omits it.
         - `refinements`: the largest number of conjugate gradient iterations that solve for a step,
             unless the Jacobian is float64. Each takes a product with the Jacobian in full and one
             with its transpose. The state has their number; a `PrecisionWarning` says when they did

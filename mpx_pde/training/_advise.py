@@ -105,8 +105,8 @@ class Advice:
             lines.append("A CPU computes halves in float32, so a GPU needs less memory for them.")
         if 0 < self.width < _WIDE:
             lines.append(
-                f"The smallest dimension of most products is {self.width}: half precision saves "
-                "memory, hardly time."
+                f"The smallest dimension of the largest product is {self.width}: half precision "
+                "saves memory, hardly time."
             )
         return "\n".join([*lines, f"Take {self.choice.name}:", f"    {self.call}"])
 

@@ -162,13 +162,17 @@ def _run(gradient: Gradient, args: tuple, kwargs: dict) -> Any:
             # A check in the program, such as that of a linear solver, may be of an overflow.
             raised.append(error)
             adjusted = present.scaling.adjust(jnp.array(False))
+            if isinstance(adjusted, Scaling):  # it may be of a derivative, too
+                derivatives = adjusted.derivatives
+                lower = derivatives.with_exponents(derivatives.exponents - derivatives.rule.step)
+                adjusted = with_fields(adjusted, derivatives=lower)
             return _Evaluated(jnp.array(True), adjusted, jnp.array(False), None)
 
     cap = default_cap(options.precisions, options.compute_dtype)
     try:
         exponents, found = _found(start, evaluate, cap)
     except NoScaleError as error:
-        raise raised[-1] if raised else error from None
+        raise (raised[-1] if raised else error) from None
     if _is_zero(found.grads) and not _is_zero_in_float32(gradient, args, kwargs):
         warn_user(
             f"`{_CALL}` finds a gradient that is zero at every scale, but not in float32. In "
@@ -250,7 +254,7 @@ def _beyond(
         # inversely proportional to the scale.
         other = evaluate(exponents - _BEYOND * (np.arange(len(exponents)) == 0))
         share, mend = 2**_BEYOND * _LOST, _IN_FLOAT32
-    if _apart(found.grads, other.grads, share):
+    if other.finite and _apart(found.grads, other.grads, share):
         warn_user(
             f"`{_CALL}` ends at the highest loss scale, 2^{exponents[0]}, at which a part of the "
             f"gradient of this batch underflows. {mend}, or make the loss larger."

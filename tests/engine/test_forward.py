@@ -91,14 +91,14 @@ def evaluated(loss, model, batch, half, forward="float32", scaling=SCALING):
     return value, grads
 
 
-def assert_nearly(loss, model, batch, half, rtol=2.0**-21, least=2.0**-20, scaling=SCALING):
+def assert_nearly(loss, model, batch, half, rtol=2.0**-21, least=1e-6, most=None, scaling=SCALING):
     """Checks that the value is float32's and the gradient that of a half backward pass."""
     want, want_grads = eqx.filter_jit(eqx.filter_value_and_grad(loss))(model, batch)
     value, grads = evaluated(loss, model, batch, half, scaling=scaling)
     # The operations are the same, but XLA may fuse a sum in another order.
     np.testing.assert_allclose(value, want, rtol=rtol)
     assert jax.tree.structure(grads) == jax.tree.structure(want_grads)
-    assert least <= relative(grads, want_grads) < TOLERANCES[half]
+    assert least <= relative(grads, want_grads) < (most or TOLERANCES[half])
 
 
 @pytest.mark.slow
@@ -387,7 +387,7 @@ def test_derivatives_of_derivatives():
         d = jax.vmap(d)(points)
         return jnp.mean(d["v_x"] ** 2 + d["v_y"] ** 2)
 
-    assert_nearly(loss, network, POINTS, "float16", rtol=2.0**-20, scaling=scaling)
+    assert_nearly(loss, network, POINTS, "float16", rtol=2.0**-20, most=2e-3, scaling=scaling)
     gradient = mpx.filter_grad(loss, scaling, forward="float32")
     assert mpx.precision_report(gradient)(network, POINTS).half_share > 0.5
 

@@ -386,5 +386,4 @@ def test_work_of_all_devices():
     product = ft.partial(mpx.mixed_matmul, dtype="float16", out_dtype="float32")
     sharded = over_devices(product, 4, (P("data"), P()), P("data"))
     x, w = jnp.ones((8, 4)), jnp.ones((4, 4))
-    report = mpx.precision_report(sharded)(x, w)
-    assert report.by_dtype() == {"float16": (4, 2 * 8 * 4 * 4)}
+    assert mpx.precision_report(sharded)(x, w).by_dtype() == {"float16": (4, 2 * 8 * 4 * 4)}

@@ -127,6 +127,10 @@ def test_a_check_that_fails_where_the_gradient_overflows_is_an_overflow():
 
     found = mpx.initial_scaling(loss, mpx.DynamicLossScaling())(jnp.ones(3), HARD, 6e4)
     assert found == mpx.initial_scaling(linear, mpx.DynamicLossScaling())(jnp.ones(3), HARD)
+    (model, scaling), finite = start(), lambda x: eqx.error_if(x, ~jnp.isfinite(x), "large")
+    for fun in (poisson, lambda *args, **given: finite(poisson(*args, **given))):
+        found = mpx.initial_scaling(fun, scaling, **KEPT)(model, batches()[0])
+        assert found.derivatives.exponents == -4
     with pytest.raises(eqx.EquinoxRuntimeError, match="large"):
         mpx.initial_scaling(loss, mpx.DynamicLossScaling())(jnp.ones(3), HARD, 0.0)
 
