@@ -50,9 +50,9 @@ def described(obj: Any, *parts: str) -> str:
 
 def in_a_line(x: Any) -> str:
     """Describes a wrong argument for an error, by its type if its text is long, as for a model."""
-    text = repr(x)
     if eqx.is_array(x) and np.size(x) > 8:
         return number(x)
+    text = repr(x)
     return text if len(text) <= 80 and "\n" not in text else f"a `{type(x).__name__}`"
 
 

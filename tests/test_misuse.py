@@ -404,7 +404,9 @@ VALUE_ERRORS = {
     "`scaled_jvp` … power of two": lambda: jvp(3.0),
     "one step or more, as `history`, but got []": lambda: derivatives.plot([]),
     "the term 'u_x1' … as `coords`": lambda: partials(["u_x1"], scaling=U_X1, **X1),
-    "`DerivativeScaling.per_order` … 'u_z' … x1, x2": lambda: DS.per_order(2, terms=["u_z"], **X1),
+    "`DerivativeScaling.per_order` … 'u_z' … the coordinates x1, x2": lambda: DS.per_order(
+        2, terms=["u_z"], **X1
+    ),
     "`scaled_jvp` … [0] … (3,) … (2,)": lambda: jvp(2.0, tangents=(W,)),
     "of 2 coordinates in `argnums` has the names of 3": lambda: d_grad(net, coords="xyz")(POINT),
     "`DerivativeScaling.adjust` … (15, 66)": lambda: DIRECTIONS.adjust(W),
