@@ -1,6 +1,7 @@
 """Chooses the precision of products, and computes them."""
 
 import dataclasses
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -256,6 +257,14 @@ def is_weighted(eqn: JaxprEqn, operands: Sequence[Any], storage: Storage) -> boo
 def _mixed(
     eqn: JaxprEqn, dtype: Any, out_dtype: Any, algorithm: str | None = None, given: Given = _APART
 ) -> Any:
+    new = mixed_form(eqn, dtype, out_dtype, algorithm, given)
+    return lambda x, y: new.primitive.bind(*match_varying_axes(x, y), **new.params)
+
+
+def mixed_form(
+    eqn: JaxprEqn, dtype: Any, out_dtype: Any, algorithm: str | None = None, given: Given = _APART
+) -> JaxprEqn:
+    """Returns a product as a mixed one with these dtypes and this algorithm."""
     dropped = ("precision", "preferred_element_type", "algorithm")
     params = {k: v for k, v in eqn.params.items() if k not in dropped}
     params |= {"dtype": jnp.dtype(dtype), "out_dtype": jnp.dtype(out_dtype), "given": given}
@@ -263,7 +272,48 @@ def _mixed(
     if is_dot:
         params["algorithm"] = algorithm
     primitive = mixed_dot_general_p if is_dot else mixed_conv_general_dilated_p
-    return lambda x, y: primitive.bind(*match_varying_axes(x, y), **params)
+    return eqn.replace(primitive=primitive, params=params)
+
+
+# Products of a program and of its backward pass, for a forward pass in full.
+
+
+_LEAST = 8
+"""The smallest number of rows, columns and terms of a product that a tensor core multiplies."""
+
+
+def forward_product(eqn: JaxprEqn, algorithm: str | None) -> JaxprEqn:
+    """Returns a product in full, by the algorithm unless the program asks for a precision."""
+    dtype, mixed = aval_of(eqn.outvars[0]).dtype, eqn.primitive.name in tables.MIXED
+    if mixed and (is_half(eqn.params["dtype"]) or not says_its_dtype(eqn)):
+        own = algorithm if dtype == FULL and "dot_general" in eqn.primitive.name else None
+        return mixed_form(eqn, wide(dtype), dtype, own)
+    if mixed or algorithm is None or asks_for_more(eqn) or not _is_real(eqn):
+        return eqn
+    takes = dtype == FULL and "dot_general" in eqn.primitive.name
+    return mixed_form(eqn, FULL, FULL, algorithm) if takes else eqn
+
+
+def backward_product(eqn: JaxprEqn, half: np.dtype) -> JaxprEqn:
+    """Returns a product with operands rounded to half, unless it asks for a precision of its own or
+    is too small for tensor cores."""
+    if not _is_real(eqn) or asks_for_more(eqn) or _is_small(eqn):
+        return eqn
+    if eqn.primitive.name in tables.MIXED:
+        if eqn.params.get("algorithm") is None and says_its_dtype(eqn):
+            return eqn
+    return mixed_form(eqn, half, aval_of(eqn.outvars[0]).dtype, given=Given())
+
+
+def _is_small(eqn: JaxprEqn) -> bool:
+    if "dot_general" not in eqn.primitive.name:
+        return False
+    contracted, batch = eqn.params["dimension_numbers"]
+    shapes = [aval_of(v).shape for v in eqn.invars]
+    sizes = [math.prod(shapes[0][i] for i in contracted[0])]
+    for shape, axes, others in zip(shapes, contracted, batch, strict=True):
+        sizes.append(math.prod(n for i, n in enumerate(shape) if i not in (*axes, *others)))
+    return min(sizes) < _LEAST
 
 
 # Products without streams, for `autocast`.

@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_par
 from .._dtypes import default_precision
 from .._varying import mark_varying
 from .._wrapper import of_some
-from ._tables import CONTAINERS, JAX_PRODUCTS
+from ._tables import CONTAINERS, JAX_PRODUCTS, PRODUCTS
 
 
 def trace_arrays(fun: Callable, args: tuple, kwargs: dict) -> tuple[ClosedJaxpr, list, Callable]:
@@ -128,23 +128,36 @@ def own_bind(eqn: JaxprEqn, args: Sequence) -> list:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def _at_precision(eqn: JaxprEqn, precision: Any) -> JaxprEqn:
-    """Sets the precision of each product in an equation, at any depth, that has none."""
-    params = eqn.params
-    if precision is None:
-        return eqn
-    if eqn.primitive.name in JAX_PRODUCTS:
-        return eqn.replace(params={**params, "precision": params["precision"] or precision})
+def with_products(eqn: JaxprEqn, changed: Callable[[JaxprEqn], JaxprEqn]) -> JaxprEqn:
+    """Applies a function to each product in an equation, at any depth. The function may change the
+    primitive and its parameters, but not the types of its operands and results."""
+    if eqn.primitive.name in PRODUCTS:
+        return changed(eqn)
 
     def inside(x: Any) -> Any:
         if isinstance(x, Jaxpr):  # the only kind in JAX 0.12
-            return x.replace(eqns=[_at_precision(e, precision) for e in x.eqns])
+            return x.replace(eqns=[with_products(e, changed) for e in x.eqns])
         return x.replace(jaxpr=inside(x.jaxpr)) if is_jaxpr(x) else x
 
     is_jaxpr = lambda x: isinstance(x, Jaxpr | ClosedJaxpr)
     if not jaxprs_in(eqn):
         return eqn
-    return eqn.replace(params=jax.tree.map(inside, params, is_leaf=is_jaxpr))
+    return eqn.replace(params=jax.tree.map(inside, eqn.params, is_leaf=is_jaxpr))
+
+
+def _at_precision(eqn: JaxprEqn, precision: Any) -> JaxprEqn:
+    """Sets the precision of each product in an equation, at any depth, that has none."""
+    if precision is None:
+        return eqn
+
+    def precise(eqn: JaxprEqn) -> JaxprEqn:
+        if eqn.primitive.name not in JAX_PRODUCTS:
+            return eqn
+        return eqn.replace(
+            params={**eqn.params, "precision": eqn.params["precision"] or precision}
+        )
+
+    return with_products(eqn, precise)
 
 
 def _updating(eqn: JaxprEqn, dtype: Any) -> JaxprEqn:

@@ -75,33 +75,37 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     ("batch_behind shared", "layout", "operands", _MOVES, "coordinate"),
     ("sharding_constraint pvary", "layout", "operands", _MOVES, "devices"),
     ("reshard", "layout", "operands", _MOVES, "devices slow"),
-    ("pad", "linear", "operands", _CHEAP, "coordinate"),
+    ("pad", "linear", "operands", _CHEAP, "coordinate accurate"),
     ("gather", "linear", "operands", _CHEAP, "coordinate slow"),
-    ("dynamic_update_slice", "linear", "operands", _CHEAP, ""),
-    ("name", "linear", "operands", _CHEAP, "choice"),
-    ("select_n", "linear", "operands", _CHEAP, "choice pointwise"),
+    ("dynamic_update_slice", "linear", "operands", _CHEAP, "accurate"),
+    ("name", "linear", "operands", _CHEAP, "choice accurate"),
+    ("select_n", "linear", "operands", _CHEAP, "choice pointwise accurate"),
     ("ppermute all_gather all_gather_invariant all_to_all", "linear", "operands", _CHEAP, "slow"),
     # Arithmetic.
-    ("add sub neg", "linear", "operands", _CHEAP, "arithmetic broadcasts coordinate pointwise"),
+    ("add sub", "linear", "operands", _CHEAP, "arithmetic broadcasts coordinate pointwise"),
+    ("neg", "linear", "operands", _CHEAP, "arithmetic broadcasts coordinate pointwise accurate"),
     ("add_any", "linear", "operands", _CHEAP, "arithmetic broadcasts pointwise"),
-    ("mul div", "multiplied", "operands", _CHEAP, "arithmetic broadcasts coordinate pointwise"),
+    ("mul div", "multiplied", "operands", _CHEAP, "arithmetic broadcasts coordinate pointwise accurate"),
     ("rem atan2", "nested", "operands", _CHEAP, "pointwise"),
-    ("tanh logistic erf sin cos atan", "elementwise", "operands", _CHEAP, "bounded pointwise"),
+    ("tanh erf atan", "elementwise", "operands", _CHEAP, "bounded pointwise accurate odd"),
+    ("logistic", "elementwise", "operands", _CHEAP, "bounded pointwise accurate"),
+    ("sin cos", "elementwise", "operands", _CHEAP, "bounded pointwise"),
     ("one_minus_square", "elementwise", "operands", _CHEAP, "pointwise"),
-    ("abs", "elementwise", "operands", _CHEAP, "choice pointwise"),
+    ("abs", "elementwise", "operands", _CHEAP, "choice pointwise accurate"),
     # Functions whose arguments or results leave the range of float16. Some magnify earlier rounding
     # errors.
     ("exp exp2 expm1", "elementwise", "float32", _GROWS, "magnifies pointwise"),
-    ("sinh cosh integer_pow", "elementwise", "float32", _GROWS, "pointwise"),
+    ("sinh cosh", "elementwise", "float32", _GROWS, "pointwise"),
+    ("integer_pow", "elementwise", "float32", _GROWS, "pointwise accurate"),
     ("log log2 log1p", "elementwise", "float32", _NEAR, "magnifies pointwise near"),
     ("tan acos asin acosh atanh erf_inv", "elementwise", "float32", _NEAR, "pointwise near"),
-    ("asinh", "elementwise", "float32", "its argument may be large", "pointwise"),
+    ("asinh", "elementwise", "float32", "its argument may be large", "pointwise accurate odd"),
     ("pow", "elementwise", "float32", _GROWS, "magnifies broadcasts pointwise"),
-    ("square", "elementwise", "float32", "overflows float16 from 256 on", "magnifies pointwise"),
-    ("sqrt", "elementwise", "float32", _SQUARES, "magnifies pointwise"),
-    ("rsqrt", "elementwise", "float32", _VARIANCE, "magnifies pointwise"),
-    ("cbrt", "elementwise", "float32", "its argument spans a wide range", "pointwise"),
-    ("erfc", "elementwise", "float32", "its tail is below float16's smallest number", "pointwise"),
+    ("square", "elementwise", "float32", "overflows float16 from 256 on", "magnifies pointwise accurate"),
+    ("sqrt", "elementwise", "float32", _SQUARES, "magnifies pointwise accurate"),
+    ("rsqrt", "elementwise", "float32", _VARIANCE, "magnifies pointwise accurate"),
+    ("cbrt", "elementwise", "float32", "its argument spans a wide range", "pointwise accurate odd"),
+    ("erfc", "elementwise", "float32", "its tail is below float16's smallest number", "pointwise accurate"),
     ("lgamma digamma bessel_i0e bessel_i1e", "elementwise", "float32", _SERIES, "slow pointwise"),
     ("polygamma", "nested", "float32", _NEAR, "slow"),
     ("igamma igammac regularized_incomplete_beta zeta", "nested", "float32", _SERIES, "slow"),
@@ -110,24 +114,25 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     ("cumsum reduce_window_sum", "linear", "float32", _SUM, "sum"),
     ("psum psum_invariant reduce_scatter", "linear", "float32", "a sum over devices", "sum slow"),
     ("reduce_prod cumprod polynomial cumlogsumexp", "nested", "float32", _GROWS, ""),
-    ("reduce_max reduce_min", "selection", "operands", _CHEAP, "sum extreme"),
+    ("reduce_max reduce_min", "selection", "operands", _CHEAP, "sum extreme accurate"),
     ("cummax cummin reduce_window_max reduce_window_min", "nested", "operands", _CHEAP, ""),
     ("select_and_scatter_add", "nested", "operands", _CHEAP, ""),
     ("pmax pmin", "nested", "operands", _CHEAP, "slow"),
     # Choices.
-    ("max min", "selection", "operands", _CHEAP, "choice broadcasts pointwise"),
-    ("clamp", "selection", "operands", _CHEAP, "choice pointwise"),
+    ("max min", "selection", "operands", _CHEAP, "choice broadcasts pointwise accurate"),
+    ("clamp", "selection", "operands", _CHEAP, "choice pointwise accurate"),
     ("sort top_k", "selection", "operands", _CHEAP, "slow alone"),
     ("approx_top_k", "nested", "operands", _CHEAP, "slow alone"),
     ("eq ne lt le gt ge", "constant", "operands", _CHEAP, "comparison pointwise"),
     ("eq_to lt_to le_to is_finite", "constant", "operands", _CHEAP, "comparison pointwise"),
     ("floor ceil round", "constant", "operands", _CHEAP, "whole pointwise"),
-    ("sign stop_gradient", "constant", "operands", _CHEAP, "pointwise"),
+    ("sign", "constant", "operands", _CHEAP, "pointwise"),
+    ("stop_gradient", "constant", "operands", _CHEAP, "pointwise accurate"),
     ("argmax argmin", "constant", "operands", _CHEAP, "sum"),
     ("and or not", "constant", "program", _WHOLE, "light pointwise"),
     ("xor", "constant", "program", _WHOLE, "pointwise"),
     # Primitives that stay in the dtypes of the program.
-    ("convert_element_type", "cast", "program", _CAST, "coordinate light pointwise"),
+    ("convert_element_type", "cast", "program", _CAST, "coordinate light pointwise accurate"),
     ("iota", "nested", "program", _MAKES, "light pointwise"),
     ("random_gamma rng_uniform", "nested", "program", _MAKES, "typed"),
     ("reduce_precision", "linear", "program", "rounds on purpose", ""),
@@ -229,8 +234,19 @@ ARITHMETIC = _with("arithmetic")
 ADDITIONS = frozenset(("add", "sub", "add_any"))
 """Sums and differences of two."""
 
+ACCURATE = _with("accurate") | LAYOUT
+"""Operations whose result changes, relative to itself, by about as much as their operands do,
+relative to themselves. So they can be evaluated again from rounded operands."""
+
+ODD = _with("odd")
+"""Functions whose result has the sign of their operand."""
+
 BOUNDED = _with("bounded")
 """Functions with a small result for any argument."""
+
+SATURATING = BOUNDED & ACCURATE
+"""Functions that are bounded and accurate: a number may be added to their result without loss if
+they are evaluated again from the same operand."""
 
 NEAR = _with("near")
 """Functions that take the distance of their operand to a nonzero number."""

@@ -1,0 +1,228 @@
+"""Finds what can be computed again from rounded values without losing digits.
+
+A value is *computed again* on the way back if each step from what is kept to it is accurate
+relative to its result: a relative error of the operands stays a relative error of about that size.
+Sums of values that may cancel, functions of large arguments, and decisions are not. A value that is
+*exact*, because it depends on nothing that is rounded, can be computed again by any step.
+"""
+
+import dataclasses
+import functools as ft
+import operator
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..interpret import _tables as tables
+from ..interpret._flat import Constant, Step, flatten
+from ..interpret._jaxpr import aval_of, bodies_of, scopes_of
+from ._streams import is_inexact
+
+
+CONSTANT, MASTER, DATA, COMPUTED = range(4)
+"""What a value depends on: nothing, parameters alone, other arguments alone, or both. All but the
+last are exact: they depend on nothing that is rounded. The level of a result is the bitwise or of
+those of its operands."""
+
+RECOMPUTED = "mpx_pde.computed_again"
+"""The scope of a `jax.checkpoint`: its products are computed again from what enters it."""
+
+STREAM_SUMS = "mpx_pde.stream_sums"
+"""The scope of sums in the rules for derivatives, whose terms are kept once a layer."""
+
+Sign = tuple[Any, int] | None
+"""The sign of a value: that of a variable, or of 1, times +1 or -1; `None` if it is not known."""
+
+
+class Fact(NamedTuple):
+    """What is known of a variable.
+
+    **Attributes:**
+
+    - `level`: `MASTER`, `DATA` or `COMPUTED`.
+    - `sign`: its sign, relative to a variable or to 1.
+    - `full`: whether it depends on nothing but arrays that the user keeps in full, and constants.
+    - `beyond`: whether it may have the value of a constant that half precision cannot hold.
+    - `root`: the operand of the bounded function that this is a product or power of, if it is one.
+        `1 - tanh(x)` is accurate in `x`, and not in `tanh(x)`.
+    - `width`: the number of entries before it was broadcast.
+    """
+
+    level: int
+    sign: Sign = None
+    root: int | None = None
+    width: int = 1
+    full: bool = False
+    beyond: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """The facts of the variables of a program, and what each can be computed again from.
+
+    **Attributes:**
+
+    - `half`: the dtype that values are rounded to.
+    - `of`: a fact for each variable.
+    - `operands`: for each variable that can be computed again, the variables that this takes.
+    - `made`: the step that makes each variable.
+    """
+
+    half: np.dtype
+    of: dict[int, Fact] = dataclasses.field(default_factory=dict)
+    operands: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    made: dict[int, Step] = dataclasses.field(default_factory=dict)
+
+    def add(self, step: Step) -> None:
+        """Adds the results of a step whose operands have facts."""
+        level = ft.reduce(operator.or_, map(self.level, step.variables), CONSTANT)
+        again = self._operands_again(step, level)
+        full = bool(step.variables) and all(self.of[x].full for x in step.variables)
+        for k, v in zip(step.outputs, step.eqn.outvars, strict=True):
+            width = self._width(step, aval_of(v))
+            sign, root, beyond = self._sign(step), self._root(step), self._is_beyond(step)
+            self.of[k] = Fact(level, sign, root, width, full, beyond)
+            self.made[k] = step
+            if again is not None:
+                self.operands[k] = again
+
+    def level(self, x: Any) -> int:
+        return CONSTANT if isinstance(x, Constant) else self.of[x].level
+
+    def _width(self, step: Step, aval: Any) -> int:
+        if step.name in tables.LAYOUT:
+            return max((self.of[x].width for x in step.variables), default=1)
+        return int(np.prod(getattr(aval, "shape", ())))
+
+    # Accuracy.
+
+    def _operands_again(self, step: Step, level: int) -> tuple[int, ...] | None:
+        """Returns the variables that a step can be evaluated again from; `None` if it cannot."""
+        name, values = step.name, tuple(dict.fromkeys(step.variables))
+        multiplies = name in tables.PRODUCTS and RECOMPUTED in scopes_of(step.eqn)
+        if step.eqn.effects or not (multiplies or _is_light(step)):
+            return None
+        if level < COMPUTED or multiplies:
+            return values
+        if not all(is_inexact(v.aval) for v in step.eqn.outvars):
+            return None  # a decision
+        if name in tables.ACCURATE:
+            return values
+        if name in tables.ADDITIONS:
+            return self._operands_of_sum(step, values)
+        if name == "exp" and self.sign(step.inputs[0]) == (1, -1):
+            return values
+        if name == "custom_jvp_call" and self._inside(step):
+            return values
+        return None
+
+    def _operands_of_sum(self, step: Step, values: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Returns the variables that a sum or difference of two is accurate in, if it cannot cancel
+        or if it is the sum of a product and a bias."""
+        a, b = step.inputs
+        if STREAM_SUMS in scopes_of(step.eqn):
+            return values
+        if any(self.level(x) == MASTER and self._is_wide(x) for x in (a, b)):
+            return values
+        signs = self.sign(a), self.sign(b)
+        if step.name == "sub" and signs[1] is not None:
+            signs = signs[0], (signs[1][0], -signs[1][1])
+        if signs[0] is not None and signs[0] == signs[1]:
+            return values
+        moving = [x for x in values if self.of[x].level == COMPUTED]
+        roots = [self.of[x].root for x in moving]
+        if len(moving) == 1 and roots[0] is not None and len(values) == 1:
+            return (roots[0],)
+        return None
+
+    def _is_wide(self, x: Any) -> bool:
+        return not isinstance(x, Constant) and self.of[x].width > 1
+
+    def _inside(self, step: Step) -> bool:
+        """Returns whether a function with a derivative of its own is accurate in its operands."""
+        flat = flatten(bodies_of(step.eqn)[0], forward_mode=False)
+        inner = Facts(self.half)
+        for k, c in flat.constants.items():
+            inner.of[k] = Fact(CONSTANT, width=int(np.size(c.value)))
+        for k, x in zip(flat.inputs, step.inputs, strict=True):
+            outside = None if isinstance(x, Constant) else self.of[x]
+            sign = self.sign(x)
+            sign = sign if sign is not None and sign[0] == 1 else (k, 1)
+            level, width = (outside.level, outside.width) if outside else (CONSTANT, 1)
+            inner.of[k] = Fact(level, sign, None, width)
+        for one in flat.steps:
+            inner.add(one)
+        return all(inner.level(x) < COMPUTED or x in inner.operands for s in flat.steps for x in s.outputs)
+
+    def _is_beyond(self, step: Step) -> bool:
+        """Returns whether a result may be a constant that half precision cannot hold."""
+        if step.name in tables.BOUNDED or step.name not in tables.ACCURATE | tables.ADDITIONS:
+            return False
+        limit = float(jnp.finfo(self.half).max)
+        large = lambda x: np.any(np.isfinite(x) & (np.abs(x) > limit))
+        numbers = (x.value for x in step.inputs if isinstance(x, Constant) and np.ndim(x.value) == 0)
+        return any(self.of[x].beyond for x in step.variables) or any(map(large, numbers))
+
+    # Signs and bounded functions.
+
+    def sign(self, x: Any) -> Sign:
+        if isinstance(x, Constant):
+            value = np.asarray(x.value) if np.ndim(x.value) == 0 else None
+            if value is None or value.dtype.kind not in "fiu" or value == 0 or value != value:
+                return None
+            return 1, (1 if value > 0 else -1)
+        return self.of[x].sign or (x, 1)
+
+    def _sign(self, step: Step) -> Sign:
+        """Returns the sign of a result, where it is that of 1 or of another variable."""
+        name, signs = step.name, list(map(self.sign, step.inputs))
+        if not signs or not all(is_inexact(v.aval) for v in step.eqn.outvars):
+            return None
+        if name in tables.POSITIVE or name == "erfc" or _is_even(step):
+            return 1, 1
+        if name in ("mul", "div"):
+            return _product(*signs)
+        if name == "neg":
+            return None if signs[0] is None else (signs[0][0], -signs[0][1])
+        if name in ("add", "add_any") and signs[0] is not None and signs[0] == signs[1]:
+            return signs[0]
+        if name in tables.ODD or (name == "integer_pow" and not _is_even(step)):
+            return signs[0]
+        if name in tables.MOVES and len(signs) == 1:
+            return signs[0]
+        return (1, 1) if name == "max" and (1, 1) in signs else None
+
+    def _root(self, step: Step) -> int | None:
+        """Returns the variable that a bounded value is a function of."""
+        name, values = step.name, [x for x in step.variables if self.of[x].level == COMPUTED]
+        if len(set(values)) != 1:
+            return None
+        (x,) = set(values)
+        if name in tables.SATURATING or (name == "exp" and self.sign(x) == (1, -1)):
+            return x
+        if name in ("mul", "neg", "square", "integer_pow", *tables.MOVES):
+            return self.of[x].root
+        return None
+
+
+def _product(a: Sign, b: Sign) -> Sign:
+    if a is None or b is None:
+        return None
+    if a[0] == b[0]:
+        return 1, a[1] * b[1]
+    if 1 in (a[0], b[0]):
+        return (b[0] if a[0] == 1 else a[0]), a[1] * b[1]
+    return None
+
+
+def _is_even(step: Step) -> bool:
+    return step.name == "square" or (step.name == "integer_pow" and step.eqn.params["y"] % 2 == 0)
+
+
+def _is_light(step: Step) -> bool:
+    """Returns whether a step costs hardly more than reading its operands."""
+    if step.name in ("custom_jvp_call", "jit"):
+        inside = [e for b in bodies_of(step.eqn) for e in b.jaxpr.eqns]
+        return all(e.primitive.name in (*tables.LIGHT, "jit") for e in inside)
+    return step.name in tables.LIGHT
