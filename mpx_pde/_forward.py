@@ -38,13 +38,10 @@ class Forward(NamedTuple):
 
     - `precision`: one of `FORWARDS`.
     - `backward`: the dtype of values kept for the backward pass, and of its products.
-    - `inside`: whether derivatives around the present ones are evaluated in these precisions. If
-        so, the present ones must leave a program that can be differentiated.
     """
 
     precision: str
     backward: str
-    inside: bool = False
 
     @property
     def dtype(self) -> np.dtype:
@@ -59,13 +56,6 @@ class Forward(NamedTuple):
     def registers(self) -> np.dtype:
         """Returns the dtype that the forward pass is computed in."""
         return np.dtype(np.float64 if self.precision == "float64" else np.float32)
-
-    @property
-    def apart(self) -> bool:
-        """Returns whether a part of a network may by itself be evaluated in one precision and
-        differentiated in the other. It may not if it is differentiated twice or in float64.
-        """
-        return self.full and not self.inside and self.precision != "float64"
 
     @property
     def algorithm(self) -> str | None:

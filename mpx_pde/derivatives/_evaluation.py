@@ -1,6 +1,7 @@
 """Evaluates terms and sums of derivatives of one function with the engine."""
 
 import functools as ft
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -219,6 +220,8 @@ class Evaluation:
                 found[self._call] = max(order, found.get(self._call, 0))
         if scaling is None or dtype != jnp.float16 or not scaling.active:
             return {}
+        if _in_full():
+            return self._scales_of_seeds(scaling)
         strategy = scaling.strategy
         exponents = {i: self._exponent(scaling, i) for i in self._plan.indices}
         for k, s in enumerate(self._sums):
@@ -226,6 +229,34 @@ class Evaluation:
                 smallest = ft.reduce(jnp.minimum, strategy.shifts(scaling.exponents, s.rows))
                 exponents[sum_key(k)] = strategy.kept(smallest, scaling.rule.margin)
         return {i: (power_of_two(e), power_of_two(-e)) for i, e in exponents.items()}
+
+    def _scales_of_seeds(self, scaling: DerivativeScaling) -> dict[Index, tuple[Array, Array]]:
+        """Returns scales for streams that carry them: the scale of a derivative is the product of
+        those of its directions, and that of a sum is the smallest of its summands."""
+        seeds = [self._seed_exponent(scaling, i) for i in range(len(self._directions))]
+        along = lambda index: ft.reduce(operator.add, (seeds[i] for i in index))
+        exponents = {(i,): e for i, e in enumerate(seeds)}
+        exponents |= {index: along(index) for index in self._plan.indices}
+        for k, summands in enumerate(self._plan.sums):
+            smallest = (jnp.min(along(index)) for index in summands)
+            exponents[sum_key(k)] = ft.reduce(jnp.minimum, smallest)
+        return {i: (power_of_two(e), power_of_two(-e)) for i, e in exponents.items()}
+
+    def _seed_exponent(self, scaling: DerivativeScaling, i: int) -> Any:
+        """Returns the exponent of the scale of a direction, or one for each stacked one."""
+        direction = self._directions[i]
+        if direction.row is not None:
+            (shift,) = scaling.strategy.shifts(scaling.exponents, [direction.row])
+            order = max(n for index, n in self._requested() if i in index)
+            return jnp.floor_divide(shift, order)
+        drawn = direction.coords[0] < 0
+        named = [] if drawn else [self._coords[c] for c in direction.coords]
+        orders = sorted({n for index, n in self._requested() if i in index})
+        each = (
+            jnp.floor_divide(scaling.strategy.exponent(scaling.exponents, [named] * n, n), n)
+            for n in orders
+        )
+        return ft.reduce(jnp.minimum, each)
 
     # Evaluation.
 

@@ -1,6 +1,11 @@
 """The derivative engine: a function of a point, evaluated together with its derivatives."""
 
-from ._entry import Equation as Equation, InForward as InForward, propagate as propagate
+from ._entry import (
+    Equation as Equation,
+    InForward as InForward,
+    linearized as linearized,
+    propagate as propagate,
+)
 from ._mixed import Mixed as Mixed, Rule as Rule
 from ._plan import Index as Index, Plan as Plan, make_plan as make_plan, sum_key as sum_key
 from ._products import multiplied_in as multiplied_in

@@ -8,24 +8,39 @@ too.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun, primitives
 
 from ..interpret import _tables as tables
 from ..interpret._flat import Constant, Flat, Step, flatten, read
-from ..interpret._jaxpr import aval_of, bodies_of, in_context_of, own_bind, with_products
+from ..interpret._jaxpr import (
+    LOOPS,
+    aval_of,
+    bodies_of,
+    contains,
+    in_context_of,
+    own_bind,
+    scopes_of,
+    with_jaxprs,
+    with_products,
+)
 from ..interpret._rebind import rebind, scan_counts
-from ._facts import COMPUTED, CONSTANT, DATA, Fact, Facts
+from ..interpret._tables import CONTAINERS
+from ._facts import COMPUTED, CONSTANT, DATA, RECOMPUTED, Fact, Facts
 from ._keeping import chosen, unrounded
 from ._products import backward_product, forward_product
-from ._streams import is_inexact
+
+
+_AGAIN = "rematted_computation"
+"""The scope in which JAX evaluates a checkpoint again."""
 
 
 class Precisions(NamedTuple):
@@ -42,12 +57,19 @@ class Precisions(NamedTuple):
 
     def bind(self, step: Step, operands: Sequence[Any], *, backward: bool) -> list:
         """Evaluates an equation of one of the two passes."""
-        if backward:
-            changed = partial(backward_product, half=self.half)
-        else:
-            changed = partial(forward_product, algorithm=self.algorithm)
+        eqn = self._backward(step.eqn) if backward else self._forward(step.eqn)
         with in_context_of(step.eqn):
-            return own_bind(with_products(step.eqn, changed), operands)
+            return own_bind(eqn, operands)
+
+    def _forward(self, eqn: JaxprEqn) -> JaxprEqn:
+        return with_products(eqn, partial(forward_product, algorithm=self.algorithm))
+
+    def _backward(self, eqn: JaxprEqn) -> JaxprEqn:
+        if _AGAIN in scopes_of(eqn):
+            return self._forward(eqn)
+        if eqn.primitive.name in tables.PRODUCTS:
+            return backward_product(eqn, self.half)
+        return with_jaxprs(eqn, lambda x: x.replace(eqns=list(map(self._backward, x.eqns))))
 
     def kept(self, x: Any) -> Any:
         """Rounds an array to half. What overflows becomes NaN, so that it is seen."""
@@ -57,7 +79,7 @@ class Precisions(NamedTuple):
         return lax.optimization_barrier(half)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
     """A forward program, a backward program, and what is kept in between.
 
@@ -125,12 +147,16 @@ def make_plan(
         if id(t) in stacked:
             reads.update(_closed_over(loops[id(t)], stacked[id(t)][0]))
     free = {x for x in (*forward.inputs, *forward.constants) if facts.of[x].level < COMPUTED}
-    avals = {k: v.aval for s in forward.steps for k, v in zip(s.outputs, s.eqn.outvars, strict=True)}
+    avals = {
+        k: v.aval for s in forward.steps for k, v in zip(s.outputs, s.eqn.outvars, strict=True)
+    }
+    # What a checkpoint evaluates again must be what it was.
+    entering = {wanted.get(x) for t in backward.steps if t.name == "remat2" for x in t.variables}
 
     def rounds(x: int) -> bool:
         fact = facts.of[x]
         real = jnp.issubdtype(avals[x].dtype, jnp.floating) if x in avals else False
-        return real and fact.level >= DATA and not (fact.full or fact.beyond)
+        return real and fact.level >= DATA and not (fact.full or fact.beyond or x in entering)
 
     def size_of(x: int) -> int:
         if x not in avals:
@@ -138,12 +164,13 @@ def make_plan(
         width = half.itemsize if rounds(x) else getattr(avals[x].dtype, "itemsize", 8)
         return int(np.prod(avals[x].shape)) * width
 
-    kept = chosen(reads, facts.operands, free, size_of)
+    operands = {x: some for x, some in facts.operands.items() if x not in entering}
+    kept = chosen(reads, operands, free, size_of)
     exact = unrounded({x: size_of(x) for x in kept})
     kept = {x: rounds(x) and x not in exact for x in kept}
-    needs = _closure(reads, facts.operands, kept)
-    operands = tuple(x for x in forward.inputs if x in needs and x in free)
-    return Plan(forward, backward, wanted, facts, kept, operands, loops, stacked)
+    needs = _closure(reads, operands, kept)
+    given_again = tuple(x for x in forward.inputs if x in needs and x in free)
+    return Plan(forward, backward, wanted, facts, kept, given_again, loops, stacked)
 
 
 def _closure(
@@ -180,7 +207,9 @@ def _loops_of(
     for step in backward.steps:
         for x in set(step.variables):
             readers.setdefault(x, []).append(step)
-    of_result = {y: (s, i) for s in forward.steps if s.name == "scan" for i, y in enumerate(s.outputs)}
+    of_result = {
+        y: (s, i) for s in forward.steps if s.name == "scan" for i, y in enumerate(s.outputs)
+    }
     loops: dict[int, Plan] = {}
     stacked: dict[int, tuple[Step, dict[int, int]]] = {}
     for t in backward.steps:
@@ -189,7 +218,11 @@ def _loops_of(
         first = sum(scan_counts(t.eqn))
         found: dict[int, dict[int, int]] = {}
         for i, x in enumerate(t.inputs[first:], first):
-            s, place = of_result.get(wanted.get(x), (None, 0)) if not isinstance(x, Constant) else (None, 0)
+            s, place = (
+                of_result.get(wanted.get(x), (None, 0))
+                if not isinstance(x, Constant)
+                else (None, 0)
+            )
             if s is None or place < scan_counts(s.eqn)[1] or id(s) in loops:
                 continue
             if readers[x] == [t] and t.inputs.count(x) == 1 and _transposes(t, s):
@@ -242,7 +275,9 @@ def run_forward(
         given = [read(x, env) for x in step.inputs]
         if id(step) in plan.loops:
             inner = plan.loops[id(step)]
-            some = [i for i, k in enumerate(step.outputs) if k in reads or i < scan_counts(step.eqn)[1]]
+            some = [
+                i for i, k in enumerate(step.outputs) if k in reads or i < scan_counts(step.eqn)[1]
+            ]
             out, loops[id(step)] = _scan_forward(inner, step, given, by, some)
         else:
             out = by.bind(step, given, backward=False)
@@ -363,7 +398,11 @@ def _scan_backward(
 
     def body(*args):
         own: Values = args[first]
-        operands = {k: x for i, (k, x) in enumerate(zip(inner.backward.inputs, args, strict=True)) if i not in places}
+        operands = {
+            k: x
+            for i, (k, x) in enumerate(zip(inner.backward.inputs, args, strict=True))
+            if i not in places
+        }
         return run_backward(inner, own, operands, by, Again(inner, own, by, outside))
 
     with in_context_of(step.eqn):
@@ -373,9 +412,34 @@ def _scan_backward(
 # Entry.
 
 
+def without_checkpoints(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Returns a program with calls in place of its checkpoints, which say what is kept. What is in
+    one without a policy is marked: its products are computed again. A checkpoint of a loop stays,
+    so that the steps of the loop keep nothing."""
+
+    def entered(jaxpr: Jaxpr, inside: bool) -> Jaxpr:
+        return jaxpr.replace(eqns=[one(e, inside) for e in jaxpr.eqns])
+
+    def one(eqn: JaxprEqn, inside: bool) -> JaxprEqn:
+        if eqn.primitive.name == "remat2" and not contains(bodies_of(eqn)[0], LOOPS):
+            marked = inside or eqn.params["policy"] is None
+            body = ClosedJaxpr(entered(eqn.params["jaxpr"], marked), ())
+            call = {"call_jaxpr": body}
+            return eqn.replace(primitive=primitives.closed_call_p, params=call)
+        if eqn.primitive.name in CONTAINERS and not eqn.primitive.name.startswith("custom"):
+            eqn = with_jaxprs(eqn, lambda x: entered(x, inside))
+        if not inside:
+            return eqn
+        info = eqn.source_info
+        stack = info.name_stack.extend(RECOMPUTED)
+        return eqn.replace(source_info=info.replace(name_stack=stack))
+
+    return closed.replace(jaxpr=entered(closed.jaxpr, False))
+
+
 def value_and_pullback(
     fun: Callable, moving: Any, fixed: Any, by: Precisions, given: Sequence[Fact], trace: Any
-) -> tuple[Any, Callable, Any]:
+) -> tuple[Any, "Pullback", Any]:
     """Evaluates `fun(moving, fixed)`, which returns a result and auxiliary arrays, and returns the
     result, its pullback to `moving`, and the auxiliary arrays.
 
@@ -386,6 +450,48 @@ def value_and_pullback(
     - `given`: the facts of all arrays in `(moving, fixed)`.
     - `trace`: a context to trace the function in.
     """
+    with trace:
+        pair, shapes = _transposed(fun, moving, fixed)
+        if contains(pair[1], ("remat2",)):
+            closed, shapes = jax.make_jaxpr(fun, return_shape=True)(moving, fixed)
+            run = jaxpr_as_fun(without_checkpoints(closed))
+            tree = jax.tree.structure(shapes)
+            again = lambda *args: jax.tree.unflatten(tree, run(*jax.tree.leaves(args)))
+            pair, shapes = _transposed(again, moving, fixed)
+    forward, backward = (flatten(x, forward_mode=False, sharded=True) for x in pair)
+    count = len(jax.tree.leaves(shapes))
+    cotangents = len(jax.tree.leaves(shapes[0]))
+    residuals = len(backward.inputs) - cotangents
+    wanted = dict(zip(backward.inputs[:residuals], forward.outputs[count:], strict=True))
+    plan = make_plan(forward, backward, wanted, given, by.half)
+    results, values = run_forward(plan, jax.tree.leaves((moving, fixed)), by, range(count))
+    out, aux = jax.tree.unflatten(jax.tree.structure(shapes), results[:count])
+    trees = jax.tree.structure(moving), backward.inputs[residuals:]
+    return out, Pullback(values, plan, by, trees), aux
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pullback:
+    """Maps a cotangent of a result to the gradient. Its leaves are what is kept for that."""
+
+    values: Values
+    plan: Plan = eqx.field(static=True)
+    by: Precisions = eqx.field(static=True)
+    names: tuple[Any, tuple[int, ...]] = eqx.field(static=True)
+
+    def __call__(self, cotangent: Any) -> Any:
+        structure, inputs = self.names
+        own = dict(zip(inputs, jax.tree.leaves(cotangent), strict=True))
+        again = Again(self.plan, self.values, self.by)
+        return jax.tree.unflatten(
+            structure, run_backward(self.plan, self.values, own, self.by, again)
+        )
+
+
+def _transposed(fun: Callable, moving: Any, fixed: Any) -> tuple[tuple, Any]:
+    """Returns the forward and the backward program of a function, and the shapes of its results.
+    The forward program returns these and what the backward one takes."""
     pull: Any = None
 
     def forward(moving, fixed):
@@ -394,26 +500,10 @@ def value_and_pullback(
         leaves, pull = jax.tree.flatten(pull)
         return (out, aux), leaves
 
-    with trace:
-        closed, shapes = jax.make_jaxpr(forward, return_shape=True)(moving, fixed)
-        kinds = closed.out_avals
-        (out, aux), leaves = shapes
-        count = len(kinds) - len(leaves)
+    closed, (shapes, leaves) = jax.make_jaxpr(forward, return_shape=True)(moving, fixed)
 
-        def backward(leaves, cotangents):
-            return jax.tree.leaves(jax.tree.unflatten(pull, leaves)(cotangents)[0])
+    def backward(leaves, cotangents):
+        return jax.tree.leaves(jax.tree.unflatten(pull, leaves)(cotangents)[0])
 
-        transposed = jax.make_jaxpr(backward)(list(kinds[count:]), out)
-    programs = [flatten(x, forward_mode=False, sharded=True) for x in (closed, transposed)]
-    wanted = dict(zip(programs[1].inputs, programs[0].outputs[count:], strict=False))
-    plan = make_plan(*programs, wanted, given, by.half)
-    results, values = run_forward(plan, jax.tree.leaves((moving, fixed)), by, range(count))
-    results, aux = jax.tree.unflatten(jax.tree.structure((out, aux)), results[:count])
-
-    def pullback(cotangent):
-        own = programs[1].inputs[len(leaves) :]
-        operands = dict(zip(own, jax.tree.leaves(cotangent), strict=True))
-        grads = run_backward(plan, values, operands, by, Again(plan, values, by))
-        return jax.tree.unflatten(jax.tree.structure(moving), grads)
-
-    return results, pullback, aux
+    kept = closed.out_avals[len(closed.out_avals) - len(leaves) :]
+    return (closed, jax.make_jaxpr(backward)(list(kept), shapes[0])), shapes

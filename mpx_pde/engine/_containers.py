@@ -28,7 +28,6 @@ from ._streams import (
     Jet,
     Operand,
     cast,
-    has_streams,
     is_inexact,
     primal_of,
     takes_derivatives,
@@ -232,8 +231,6 @@ _PLAIN = (*LOOPS, "remat2", "shard_map")
 def enters(eqn: JaxprEqn, plain: bool, *, mixed: bool = False) -> bool:
     """Returns whether an equation is entered here. `plain` means that there are no streams; `mixed`
     that, in addition, each equation has a precision of its own."""
-    if plain and has_streams(eqn):
-        return False
     return eqn.primitive.name in (_ENTERED if mixed else _PLAIN if plain else LOOPS)
 
 

@@ -1,7 +1,7 @@
 """Entry points of the engine: a function with a plan, for derivatives at a point; a whole loss."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,13 +19,14 @@ from .._dtypes import asked_of_context, is_half, precision_of_user
 from .._forward import Forward, forward_in, present_forward
 from .._notes import noting
 from ..interpret import _tables as tables
-from ..interpret._jaxpr import equations_in, trace_arrays
-from ._evaluate import Evaluator
+from ..interpret._jaxpr import equations_in
+from ._backward import Precisions, value_and_pullback
+from ._evaluate import Evaluator, Scaled
+from ._facts import DATA, MASTER, Fact
 from ._plan import Index, Plan
 from ._products import Product
 from ._rules import Rules
-from ._segments import Kinds
-from ._streams import DATA, RAW, WITH_STREAMS, Jet, Storage, is_inexact, primal_of, tell
+from ._streams import RAW, Jet, Storage, is_inexact, tell
 
 
 class Equation(NamedTuple):
@@ -70,15 +71,16 @@ def _evaluator(
     forward, asked = present_forward(), asked_of_context()
     if forward is None and asked is not None and asked[0] == "autocast":
         forward = Forward("half", asked[1])
-    if forward is not None and forward.inside:
-        return Evaluator(rules, Storage(narrow), Product(open=True), **told)
+    if forward is not None and forward.full:
+        # The loss around these derivatives decides about their products and what is kept.
+        storage, product, along = Storage(narrow), Product(open=True), scales(forward.dtype)
+        if along:
+            told |= {"scaled": Scaled(forward.dtype, along), "lost": partial(tell, lost)}
+        return Evaluator(rules, storage, product, **told)
     dtype = half_of(closed) if forward is None else forward.dtype
     scaled = {} if dtype is None else scales(dtype)
     # Masters in float64 may be narrowed; a program that asks for float64 keeps it.
     storage = Storage(narrow, dtype, scaled, narrows=forward is not None)
-    if forward is not None and forward.full:
-        told["lost"] = partial(tell, lost)
-        told["full"] = Storage(forward.registers), Product(algorithm=forward.algorithm)
     return Evaluator(rules, storage, Product(masters=forward is not None), **told)
 
 
@@ -114,13 +116,14 @@ def propagate(
     forward pass, whether it overflowed in some layer.
     """
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        forward = present_forward()
-        if forward is not None and forward.full:
-            forward = forward._replace(inside=True)
-        with precision_of_user(), forward_in(forward):
+        with precision_of_user():
             closed = jax.make_jaxpr(fun)(point)
         rules, lost = Rules(plan, weights), dict[Index, Array]()
         evaluator = _evaluator(closed, rules, scales, note, lost)
+        if evaluator.scaled is not None:
+            weights = evaluator.scaled.weights(plan, weights)
+            evaluator = dataclasses.replace(evaluator, rules=Rules(plan, weights))
+        rules = evaluator.rules
         streams: dict[Index, Any] = {(i,): x for i, x in enumerate(seeds) if (i,) in plan.indices}
         for key in rules.weights:
             first = rules.gather(key, lambda i: [(1, seeds[i[0]])] if len(i) == 1 else ())
@@ -128,69 +131,78 @@ def propagate(
                 streams[key] = first
 
         asked = {*plan.asked, *rules.weights}
-        scope = nullcontext() if evaluator.full is None else jax.named_scope(WITH_STREAMS)
-        with scope:
-            (out,) = evaluator.program(closed, [Jet(point, streams, RAW)], asked)
+        (out,) = evaluator.program(closed, [Jet(point, streams, RAW)], asked)
         if not isinstance(out, Jet):
             return widen(jnp.asarray(out)), {}, lost
-        out = evaluator.above.storage.loaded(out, closed.out_avals[0].dtype)
+        out = evaluator.storage.loaded(out, closed.out_avals[0].dtype)
+        if evaluator.scaled is not None:
+            out = evaluator.scaled.leaving(out)
         shape = out.primal.shape
         full = {k: jnp.broadcast_to(x, plan.shape(k, shape)) for k, x in out.streams.items()}
     return jnp.asarray(out.primal), full, lost
 
 
 class InForward(eqx.Module):
-    """A function whose values are computed in one precision and whose derivatives in half.
-
-    The function is traced and cut into layers, like a network whose derivatives are propagated, but
-    without streams. A layer is evaluated in full, and what enters it is kept in half. Its
-    derivative is the derivative of the half layer at the kept values. [`mpx_pde.partials`][] inside
-    the function do the same by themselves.
-
-    The floating-point arrays of the first argument are masters, which enter products as they are.
-    Everything computed from the other arguments alone is data. Data is evaluated once, in full, and
-    rounded where a product with the model takes it.
+    """A function that is traced in the precision of a forward pass. [`linearized`][] evaluates and
+    differentiates it.
 
     **Attributes:**
 
     - `fun`: the loss.
     - `forward`: the two precisions.
-    - `kept`: the paths in `(fun, args, kwargs)` of arrays that stay in full. A product with one of
-        them is taken in full precision, in the backward pass too.
     """
 
     fun: Any
     forward: Forward = eqx.field(static=True)
-    kept: frozenset = eqx.field(static=True, default=frozenset())
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        forward = self.forward
-        narrow, wide = np.dtype(np.float32), forward.registers
         program = self.fun, args, kwargs
-        wider = wide != narrow
+        if self.forward.precision != "float64":
+            with forward_in(self.forward):
+                return self.fun(*args, **kwargs)
         # The program is traced in the dtype it is evaluated in, with its constants and callees.
-        given: Any = jtu.tree_map_with_path(_in_float64, program) if wider else program
-        told = (TypeError, ValueError) if wider else ()
-        noted = noting(_NAMES_FLOAT32, *told, about="float64")
-        with forward_in(forward), precision_of_user(), noted:
-            closed, leaves, assemble = trace_arrays(*given)
-        storage = Storage(narrow, forward.dtype, narrows=wider)
-        full = Storage(wide), Product(algorithm=forward.algorithm)
-        evaluator = Evaluator(Rules(Plan(())), storage, Product(masters=True), full=full)
-        # Leaves of the first argument.
-        params = {i for i, (path, _) in enumerate(leaves) if _place(path) == [1, 0]}
-        kept = {i for i, (path, _) in enumerate(leaves) if tuple(path) in self.kept}
-        inexact = {i for i, (_, x) in enumerate(leaves) if is_inexact(x)}
-        halves, data = (inexact & params) - kept, inexact - params
-        operands = [
-            Jet(x, {}, RAW if i in kept else DATA) if i in data else x
-            for i, (_, x) in enumerate(leaves)
-        ]
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            out = evaluator.program(closed, operands, operand_kinds=Kinds(halves, params))
-        pairs = zip(out, closed.out_avals, strict=True)
-        results = assemble([_leaving(x, aval, wide) for x, aval in pairs])
-        return _states_as(program, results) if wider else results
+        fun, args, kwargs = jtu.tree_map_with_path(_in_float64, program)
+        noted = noting(_NAMES_FLOAT32, TypeError, ValueError, about="float64")
+        with forward_in(self.forward), noted:
+            return _states_as(program, fun(*args, **kwargs))
+
+
+def linearized(
+    fun: Callable[..., Any],
+    forward: Forward,
+    model: Any,
+    *others: Any,
+    in_full: Callable[[Any], bool] = lambda x: False,
+) -> tuple[Any, Callable[[Any], Any]]:
+    """Evaluates `fun(model, *others)`, with products in the precision of `forward`, and returns
+    what it returns and a pullback.
+
+    `fun` returns an array or several, and auxiliary values. The pullback takes cotangents of the
+    former, and returns the gradient of the floating-point arrays of `model`, with `None` in place
+    of its other leaves. It multiplies in half. See `_backward.py` for what is kept in between.
+
+    **Arguments:**
+
+    - `in_full`: tells whether an array of `model` or `others` stays in full. What is made of such
+        arrays alone is kept as it is, and products with them are in full in both passes.
+    """
+    moving, static = eqx.partition(model, eqx.is_inexact_array)
+    fixed, rest = eqx.partition((static, others), eqx.is_array)
+    plain: Any = None
+
+    def run(moving, fixed):
+        nonlocal plain
+        static, others = eqx.combine(fixed, rest)
+        arrays, plain = eqx.partition(fun(eqx.combine(moving, static), *others), eqx.is_array)
+        return arrays
+
+    facts = [Fact(MASTER, width=x.size, full=in_full(x)) for x in jtu.tree_leaves(moving)]
+    facts += [Fact(DATA, width=x.size, full=in_full(x)) for x in jtu.tree_leaves(fixed)]
+    by = Precisions(forward.algorithm, forward.dtype)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        given = moving, fixed, by, facts, precision_of_user()
+        out, pullback, aux = value_and_pullback(run, *given)
+    return eqx.combine((out, aux), plain), pullback
 
 
 def _place(path: tuple) -> list:
@@ -224,11 +236,3 @@ def _states_as(given: Any, out: Any) -> Any:
         return x if old is None else jtu.tree_map(lambda new, old: new.astype(old.dtype), x, old)
 
     return jtu.tree_map(alike, out, is_leaf=is_state)
-
-
-def _leaving(x: Any, aval: Any, wide: np.dtype) -> Any:
-    """Returns a result in the dtype of the program, or in float64 if that was asked for."""
-    x = jnp.asarray(primal_of(x))
-    if not jnp.issubdtype(x.dtype, jnp.floating) or (wide.itemsize > 4 and x.dtype == wide):
-        return x
-    return x.astype(aval.dtype)

@@ -1,8 +1,10 @@
 """Evaluates a program on streams."""
 
 import dataclasses
+import functools as ft
+import operator
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -14,9 +16,7 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.interpreters import ad
 
-from .._derivative_of import with_derivative_of
-from .._order import gradients_in_turn, read_at_once, rounded_cotangent, summed_apart
-from .._split import IN_HALVES, is_taken_by_halves
+from .._order import gradients_in_turn, summed_apart
 from ..interpret import _tables as tables
 from ..interpret._flat import Step, flatten, read
 from ..interpret._jaxpr import aval_of, in_context_of, own_bind
@@ -25,22 +25,65 @@ from ._containers import Containers, enters
 from ._custom import own_in_registers
 from ._known import folded, only_moves
 from ._moments import with_moments
-from ._plan import Index
+from ._plan import Index, Plan, sum_key
 from ._products import Product, is_biased, is_weighted, only_names
 from ._roles import Role, stage_after
 from ._rules import Rules, aligned
-from ._segments import (
-    NO_KINDS,
-    Kinds,
-    Part,
-    apart_of,
-    choices_of,
-    multiplied_only,
-    parts_of,
-    roles_of,
-    signature,
-)
-from ._streams import DATA, Jet, Storage, is_inexact, is_traced, primal_of, tell, typed
+from ._segments import NO_KINDS, Kinds, Part, apart_of, parts_of, roles_of, signature
+from ._streams import Jet, Storage, is_traced, tell, typed
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    """Streams in a loss that keeps values rounded to half: they are multiplied by their scales from
+    where they depend on more than the point, so that what is kept of them is in range.
+
+    **Attributes:**
+
+    - `half`: the dtype that the loss keeps values in.
+    - `scales`: the scale of each stream and its inverse. The scale of a derivative is the product
+        of those of its directions.
+    """
+
+    half: np.dtype = eqx.field(static=True)
+    scales: Mapping[Index, tuple[Any, Any]]
+
+    def weights(self, plan: Plan, weights: Sequence[Sequence[Any]]) -> list[list[Any]]:
+        """Returns the factors of the summands of each sum, for summands with their scales. Seeds
+        are not scaled, so neither are summands of order one."""
+        out = []
+        for k, (factors, indices) in enumerate(zip(weights, plan.sums, strict=True)):
+            scale = self.scales[sum_key(k)][0]
+            own = []
+            for factor, index in zip(factors, indices, strict=True):
+                inverse = [self.scales[i,][1] for i in index] if len(index) > 1 else []
+                own.append(factor * ft.reduce(operator.mul, inverse, scale))
+            out.append(own)
+        return out
+
+    def entering(self, jet: Jet) -> Jet:
+        """Scales streams that are known while tracing, before they meet others."""
+        known = {k: s for k, s in jet.streams.items() if not is_traced(s)}
+        return dataclasses.replace(jet, streams={**jet.streams, **self.all_of(known)})
+
+    def leaving(self, jet: Jet) -> Jet:
+        """Returns a value with its streams without their scales."""
+        along = Storage(np.dtype("float32"), None, self.scales)
+        return jet.map(lambda x, key: along.unscaled(x, key) if is_traced(x) else x)
+
+    def all_of(self, streams: Mapping[Index, Any]) -> dict[Index, Any]:
+        along = Storage(np.dtype("float32"), None, self.scales)
+        return {k: along.scaled(jnp.asarray(s), k) for k, s in streams.items()}
+
+    def overflows(self, jets: Iterable[Jet]) -> dict[Index, Any]:
+        """Returns which streams of some values overflow if they are kept."""
+        limit, out = float(jnp.finfo(self.half).max), {}
+        for jet in jets:
+            for key, x in jet.streams.items():
+                if is_traced(x):
+                    tell(out, key, jnp.any(jnp.abs(x) > limit))
+        return out
 
 
 @jax.tree_util.register_dataclass
@@ -52,12 +95,12 @@ class Evaluator:
 
     - `rules`: how streams pass through equations.
     - `storage`: how streams are kept.
-    - `product`: how streams are multiplied.
+    - `product`: how streams are multiplied. If they are `open`, a loss around this evaluation
+        chooses their precision and what is kept.
     - `note`: called for each equation that depends on the point, with its line, the rule, and the
         precision of a product. If given, equal layers are not shared.
-    - `lost`: called with a stream and whether it overflows the dtype it is kept in.
-    - `full`: the storage and the products of an evaluation in full precision that provides the
-        values. This evaluator then determines what is kept for the backward pass and how that runs.
+    - `scaled`: the scales of streams that the loss around keeps in half.
+    - `lost`: called with a stream of these and whether it overflows.
     - `caller`: the place where the derivatives are asked for. A product in a layer of a library,
         which has no line of the user's, is attributed to it.
     - `around`: the containers whose inside is evaluated, outermost first.
@@ -67,8 +110,8 @@ class Evaluator:
     storage: Storage
     product: Product = eqx.field(static=True)
     note: Callable[[Step, str, str, str], None] | None = eqx.field(static=True, default=None)
+    scaled: Scaled | None = None
     lost: Callable[[Index, Any], None] | None = eqx.field(static=True, default=None)
-    full: tuple[Storage, Product] | None = eqx.field(static=True, default=None)
     caller: Any = eqx.field(static=True, default=None)
     around: tuple[JaxprEqn, ...] = eqx.field(static=True, default=())
 
@@ -85,35 +128,20 @@ class Evaluator:
         Only the streams that are `asked` for are valid, by default all (see `Role`). If the jaxpr
         is the step of a loop, `carried` pairs results with the operands that they become.
         """
-        flat = flatten(closed, forward_mode=not self.plain)
+        flat = flatten(closed, forward_mode=True)
         env: dict[int, Any] = {k: c.value for k, c in flat.constants.items()}
-        if self.plain:
-            # Without a point, constant arrays are data.
-            env |= {k: _as_data(x) for k, x in env.items() if np.ndim(x)}
         env.update(zip(flat.inputs, operands, strict=True))
-        if not self.plain:
-            flat = with_moments(flat, [k for k, x in env.items() if isinstance(x, Jet)])
+        flat = with_moments(flat, [k for k, x in env.items() if isinstance(x, Jet)])
         kinds = operand_kinds.named(dict(enumerate(flat.inputs)))
         stages = {k: x.stage for k, x in env.items() if isinstance(x, Jet)}
         plan = self.rules.plan
-        params = kinds.params if self.plain else None
-        asked = asked or plan.everything
-        wild = self.storage.dtype == np.float16
-        whole = self.full is not None
-        roles = roles_of(flat, stages, plan, asked, params, carried, whole=whole, wild=wild)
-        if self.plain:
-            env.update((k, _as_data(x)) for k, x in env.items() if k in roles.stage)
+        roles = roles_of(flat, stages, plan, asked or plan.everything, carried)
         half = self.product.halves(flat, env, roles.stage, kinds.half)
-        roles = roles._replace(half=half)
-        if not self.plain:
-            traced = (k for k, x in env.items() if isinstance(x, Tracer))
-            roles = roles._replace(apart=apart_of(flat, roles, traced))
+        traced = (k for k, x in env.items() if isinstance(x, Tracer))
+        roles = roles._replace(half=half, apart=apart_of(flat, roles, traced))
         _hold(env, tuple(env), roles)
-        parts = parts_of(flat, roles)
-        entering = {k for part in parts if self._is_layer(part, roles) for k in part.inputs}
-        roles = roles._replace(entering=entering & roles.stored)
         alike: dict[Hashable, Callable] = {}
-        for part in parts:
+        for part in parts_of(flat, roles):
             if part.alone:
                 self._step(part.steps[0], env, roles)
             else:
@@ -123,159 +151,43 @@ class Evaluator:
                 _hold(env, part.outputs, roles)
         return [read(x, env) for x in flat.outputs]
 
-    @cached_property
-    def plain(self) -> bool:
-        """Returns whether there are only values and no streams."""
-        return not self.rules.plan.keys
-
-    @cached_property
-    def above(self) -> "Evaluator":
-        """Returns the evaluator that computes the values."""
-        if self.full is None:
-            return self
-        storage, product = self.full
-        return dataclasses.replace(self, storage=storage, product=product, lost=None, full=None)
-
     # One layer: the unit that the backward pass evaluates again.
-
-    def _is_layer(self, part: Part, roles: Role) -> bool:
-        """Returns whether the backward pass evaluates a part again."""
-        # A loss is differentiated as it stands, and its residual decides.
-        residual = self.full is not None and not roles.final.isdisjoint(part.outputs)
-        return not part.alone and (part.multiplies or (part.checkpointed and not residual))
 
     def _layer(self, part: Part, env: dict[int, Any], roles: Role, alike: dict) -> None:
         """Evaluates a layer. Equal layers are traced and differentiated once."""
         values = [env[x] for x in part.inputs]
-        if self._is_layer(part, roles):
-            asked = [roles.asked.get(k, ()) for k in part.inputs]
-            values = list(map(_asked_for, values, asked))
-            # Values known while tracing stay known: what made them may have no derivative.
-            traced, known = eqx.partition(values, is_traced)
-            key = object() if self.note else signature(part, roles, values)
-            if key not in alike:
-                alike[key] = self._as_layer(part, known, roles)
-            env.update(zip(part.outputs, alike[key](traced), strict=True))
-        else:
-            env.update(zip(part.outputs, self.above._inside(part, env, roles), strict=True))
+        if self.lost is not None:
+            for key, does in self.scaled.overflows(_kept_of(part, env, roles)).items():
+                self.lost(key, does)
+        if self.product.open or not (part.multiplies or part.checkpointed):
+            env.update(zip(part.outputs, self._inside(part, env, roles), strict=True))
+            return
+        asked = [roles.asked.get(k, ()) for k in part.inputs]
+        values = list(map(_asked_for, values, asked))
+        # Values known while tracing stay known: what made them may have no derivative.
+        traced, known = eqx.partition(values, is_traced)
+        key = object() if self.note else signature(part, roles, values)
+        if key not in alike:
+            alike[key] = self._as_layer(part, known, roles)
+        env.update(zip(part.outputs, alike[key](traced), strict=True))
 
-    def _inside(
-        self, part: Part, env: dict[int, Any], roles: Role, chosen: Mapping[int, Any] | None = None
-    ) -> list[Any]:
-        """Returns the results of a layer as they are kept; those in `chosen` are not recomputed."""
+    def _inside(self, part: Part, env: dict[int, Any], roles: Role) -> list[Any]:
+        """Returns the results of a layer as they are kept."""
         for step in part.steps:
-            if chosen is None or not chosen.keys() >= set(step.outputs):
-                self._step(step, env, roles)
-            else:
-                env.update((k, chosen[k]) for k in step.outputs)
+            self._step(step, env, roles)
         kept = lambda k: k in roles.stored and isinstance(env[k], Jet)
         return [self.storage.stored(env[k]) if kept(k) else env[k] for k in part.outputs]
 
     def _as_layer(self, part: Part, known: list[Any], roles: Role) -> Callable[[list], list]:
-        def layer(evaluator, traced, chosen=None):
+        def layer(traced):
             # Some functions insist on having no derivative, and a derivative of zeros is one.
             values = map(_whole, eqx.combine(traced, known))
             inner = dict(zip(part.inputs, values, strict=True))
             _hold(inner, part.inputs, roles)
-            return evaluator._inside(part, inner, roles, chosen), inner
+            return self._inside(part, inner, roles)
 
-        if self.full is not None:
-            return self._in_full(layer, part, known, roles)
-        run = lambda traced: layer(self, traced)[0]
-        run = jax.checkpoint(run) if part.checkpointed else run
+        run = jax.checkpoint(layer) if part.checkpointed else layer
         return (lambda traced: run(_after_gradients(traced))) if part.multiplies else run
-
-    def _in_full(
-        self, layer: Callable, part: Part, known: list[Any], roles: Role
-    ) -> Callable[[list], list]:
-        """Returns a layer whose values come from the full evaluation and whose derivative comes
-        from the half one, taken at the inputs rounded to half. Only these inputs are kept."""
-        # A rule that is kept for later must not hold a value of the trace it was made in.
-        own, fixed = eqx.partition(dataclasses.replace(self, lost=None), is_traced)
-        tells = self.lost is not None
-        made = {k: v for s in part.steps for k, v in zip(s.outputs, s.eqn.outvars, strict=True)}
-        dtypes = [aval_of(made[k]).dtype for k in part.outputs]
-        loaded = lambda by, out: list(map(by.above.storage.loaded, out, dtypes))
-
-        def value_of(own, traced):
-            both = eqx.combine(own, fixed)
-            full = both.above
-            out, inner = layer(full, traced)
-            # A choice made by a value has no derivatives.
-            bare = lambda x: x.only(()) if isinstance(x, Jet) else x
-            chosen = {k: bare(inner[k]) for k in choices_of(part, roles)}
-            lost = both._kept_of(part, inner, roles, inputs) if tells else ()
-            # A value that the program has in half gets the type of its derivative.
-            return loaded(full, out), (chosen, both.storage.overflows(lost))
-
-        @jax.checkpoint
-        def again(own, traced, chosen):
-            half = dataclasses.replace(eqx.combine(own, fixed), full=None, note=None)
-            return layer(half, traced, chosen)[0]
-
-        def derivative_of(found, own, traced):
-            both = eqx.combine(own, fixed)
-            half = dataclasses.replace(both, full=None)
-            traced = [half.storage.stored(x) if i in stored else x for i, x in enumerate(traced)]
-            out = again(own, _in_turn(traced, half.storage.scales), found[0])
-            return loaded(both, loaded(half, out))
-
-        kept = roles.stored | self._rounded(part, roles)
-        stored = {i for i, k in enumerate(part.inputs) if k in kept and isinstance(known[i], Jet)}
-        # An input is read three times: evaluated, stored, and checked for overflow. A product taken
-        # by halves is a sum, which is fused into its readers.
-        by_halves = self.above.product.algorithm == IN_HALVES
-        is_sum = lambda x: by_halves and is_taken_by_halves(np.shape(x))
-        moves = lambda x: read_at_once(x) if is_inexact(x) and not is_sum(x) else x
-        # An input that only products read is read by each of them, and rounded where it was made.
-        is_product = lambda step: step.name in tables.PRODUCTS
-        single = multiplied_only(part.steps, part.outputs, is_product, tables.MOVES)
-        shared = {i for i in stored if part.inputs[i] not in single}
-        inputs = [part.inputs[i] for i in stored]
-        of_derivative, lost = with_derivative_of(value_of, derivative_of), self.lost
-
-        def run(traced):
-            traced = [jax.tree.map(moves, x) if i in shared else x for i, x in enumerate(traced)]
-            out, (_, found) = of_derivative(own, traced)
-            if lost is not None:
-                for key, does in found.items():
-                    lost(key, does)
-            return out
-
-        return run
-
-    def _kept_of(
-        self, part: Part, inner: Mapping[int, Any], roles: Role, inputs: Iterable[int]
-    ) -> list[Jet]:
-        """Returns what a layer keeps in half: its `inputs`, and, for its evaluation in the backward
-        pass, the operands and results of its half products. Results that another layer checks for
-        overflow, and those of the network, are left out."""
-        read_here = {x for step in part.steps for x in step.variables}
-        kept = dict.fromkeys(inputs)
-        for step in part.steps:
-            if self._multiplies_in_half(step, [read(x, inner) for x in step.inputs], roles):
-                # Values that leave the network are kept in full.
-                elsewhere = roles.final | roles.entering - read_here
-                kept.update(dict.fromkeys((*step.variables, *{*step.outputs} - elsewhere)))
-        return [inner[k] for k in kept if isinstance(inner[k], Jet)]
-
-    def _multiplies_in_half(self, step: Step, operands: Sequence[Any], roles: Role) -> bool:
-        """Returns whether an equation is a product of operands stored in half."""
-        if step.name not in tables.PRODUCTS:
-            return False
-        return self.product.dtype_of(step, operands, roles, self.storage) == self.storage.dtype
-
-    def _rounded(self, part: Part, roles) -> set[int]:
-        """Returns the data that only half products in a layer read, which round it anyway."""
-
-        def is_half(step: Step) -> bool:
-            pairs = zip(step.inputs, step.eqn.invars, strict=True)
-            kind = lambda x, v: Jet(None, {}, roles.stage[x]) if x in roles.stage else v.aval
-            operands = [kind(x, v) for x, v in pairs]
-            return self._multiplies_in_half(step, operands, roles)
-
-        given = {k for k in part.inputs if self.plain and roles.stage.get(k) == DATA}
-        return given & multiplied_only(part.steps, part.outputs, is_half, tables.MOVES)
 
     # One equation.
 
@@ -289,19 +201,14 @@ class Evaluator:
         stages = {x: env[x].stage for x in step.variables if isinstance(env[x], Jet)}
         stage = stage_after(step, stages)
         for k, x, v in zip(step.outputs, out, step.eqn.outvars, strict=True):
-            if self.plain and k in roles.stage:
-                x = _as_data(x)
-            if isinstance(x, Jet) and self.plain:
-                # Integers computed from data have no stage, because they are exact.
-                x = Jet(x.primal, {}, roles.stage[k]) if k in roles.stage else x.primal
-            elif isinstance(x, Jet) and not enters(step.eqn, False):
+            if isinstance(x, Jet) and not enters(step.eqn, False):
                 x = dataclasses.replace(x, stage=stage)
             if isinstance(x, Jet):
                 for key, stream in x.streams.items():
                     # Otherwise it would be broadcast the wrong way.
                     want = self.rules.plan.shape(key, aval_of(v).shape)
                     assert np.shape(stream) == want, (step.name, key, np.shape(stream), want)
-                x = self.above.storage.computed(x.only(roles.asked.get(k, ())), aval_of(v).dtype)
+                x = self.storage.computed(x.only(roles.asked.get(k, ())), aval_of(v).dtype)
             env[k] = x
 
     def _results(self, step: Step, operands: list[Any], roles) -> tuple[Any, ...]:
@@ -309,42 +216,32 @@ class Evaluator:
         that gave them and the precision that a product was multiplied in."""
         eqn, name = step.eqn, step.name
         moves = any(isinstance(x, Jet) for x in operands)
-        if only_names(eqn, operands, self.storage, self.above.storage):
+        if only_names(eqn, operands, self.storage):
             # The value stays as it is and is loaded each time that it is used.
             return (operands, "convert", "") if moves else (operands,)
         if not moves:
-            if self.full is not None:
-                # Values computed from masters alone are in full, too.
-                wide = list(map(self.above.storage.constant, operands))
-                return (own_in_registers(eqn, wide, self.above.storage),)
             return (own_bind(eqn, typed(eqn, operands)),)
-        if self.full is not None and roles.is_data(step):
-            return self.above._results(step, operands, roles)
         if name in tables.PRODUCTS:
-            out, how = self.product(step, operands, roles, self.storage, self.rules)
+            out, how = self._multiplied(step, operands, roles)
             return out, "product", how
+        if self.scaled is not None and not only_moves(step, operands):
+            operands = [self.scaled.entering(x) if isinstance(x, Jet) else x for x in operands]
         halves = [isinstance(x, Jet) and self.storage.is_stored(x.primal) for x in operands]
         biased = is_biased(eqn, operands, halves)
         # Loops and rules take values as they are.
-        loaded = self.above.storage.loaded
+        loaded = self.storage.loaded
         operands = [loaded(x, aval_of(v).dtype) for x, v in zip(operands, eqn.invars, strict=True)]
-        if enters(eqn, self.plain):
+        if enters(eqn, False):
             found: dict[Index, Any] = {}
             lost = self.lost and partial(tell, found)
             inner = dataclasses.replace(self, lost=lost, around=(*self.around, *step.calls, eqn))
-            params = {i for i, x in enumerate(step.inputs) if x in roles.params}
-            kinds = Kinds(self.product.half_operands(step, operands, roles), params)
-            scaled = tuple(self.storage.scales) if lost else ()
-            options = {"kinds": kinds, "scaled": scaled, "found": found}
+            kinds = Kinds(self.product.half_operands(step, operands, roles), ())
+            told = tuple(self.scaled.scales) if lost else ()
+            options = {"kinds": kinds, "scaled": told, "found": found}
             out = Containers(self.rules.plan, inner.program, loaded, **options)(eqn, operands)
             while found and self.lost:
                 self.lost(*found.popitem())
             return out, name, ""
-        if self.plain:
-            out = own_in_registers(eqn, list(map(primal_of, operands)), self.above.storage)
-            if biased:
-                out = [rounded_cotangent(x, self.storage.dtype) for x in out]
-            return list(map(Jet, out)), "plain", ""
         operands = aligned(eqn, operands)
         weighted = is_weighted(eqn, operands, self.storage)
         if weighted and name == "mul":
@@ -368,7 +265,7 @@ class Evaluator:
                 "depends on the point. Take it out of the function that is differentiated, or "
                 "put `jax.lax.stop_gradient` around its operands."
             )
-        own = lambda *args: own_in_registers(eqn, args, self.above.storage)
+        own = lambda *args: own_in_registers(eqn, args, self.storage)
         if name == "custom_linear_solve":
             lengths = eqn.params["const_lengths"]
             # Parameters of the solver, such as a tolerance, do not enter the derivative.
@@ -377,10 +274,24 @@ class Evaluator:
         out = self.rules.nested(own, operands)
         return out, "nested", "no rule: by nested forward mode"
 
+    def _multiplied(self, step: Step, operands: list[Any], roles: Role) -> tuple[list[Jet], str]:
+        """Returns a product, and the dtypes that it was multiplied in."""
+        jets = [x for x in operands if isinstance(x, Jet)]
+        known = {k for x in jets for k, s in x.streams.items() if not is_traced(s)}
+        late = self.scaled is not None and len(jets) == 1
+        if self.scaled is not None and not late:
+            operands = [self.scaled.entering(x) if isinstance(x, Jet) else x for x in operands]
+        (out,), how = self.product(step, operands, roles, self.storage, self.rules)
+        if late:
+            # The product with a known direction is cheaper than that with a scaled one.
+            scaled = self.scaled.all_of({k: s for k, s in out.streams.items() if k in known})
+            out = dataclasses.replace(out, streams={**out.streams, **scaled})
+        return [out], how
 
-def _as_data(x: Any) -> Any:
-    """Marks an array that a loss closes over or creates as data, like its arguments."""
-    return x if isinstance(x, Jet) or not is_inexact(x) else Jet(x, {}, DATA)
+
+def _kept_of(part: Part, env: Mapping[int, Any], roles: Role) -> list[Jet]:
+    """Returns what a loss may keep of a layer: the values that enter it."""
+    return [env[k] for k in part.inputs if k in roles.stored and isinstance(env[k], Jet)]
 
 
 def _hold(env: dict[int, Any], keys: Iterable[int], roles: Role) -> None:
@@ -416,19 +327,3 @@ def _after_gradients(values: Sequence[Any]) -> list[Any]:
     is_jet = lambda x: isinstance(x, Jet)
     parts = eqx.partition(list(values), lambda x: not is_jet(x), is_leaf=is_jet)
     return eqx.combine(*gradients_in_turn(*parts), is_leaf=is_jet)
-
-
-def _in_turn(values: Sequence[Any], scales: Mapping[Index, Any]) -> list[Any]:
-    """Returns the inputs of a layer, whose cotangents go on only once the gradient of the layer is
-    computed. Pass the inputs as halves, since the cotangents are written to memory.
-
-    The cotangents of scaled streams do not wait, because the layer before already waits for the
-    cotangent of the value. So they are scaled as they are computed, without a separate kernel.
-    """
-    waits = lambda x: x.only(x.streams.keys() - scales.keys()) if isinstance(x, Jet) else x
-    waiting = list(map(waits, values))
-    if not any(map(is_inexact, jax.tree.leaves([x for x in waiting if isinstance(x, Jet)]))):
-        waiting = values
-    waiting = _after_gradients(waiting)
-    join = lambda x, y: dataclasses.replace(y, streams={**x.streams, **y.streams})
-    return [join(x, y) if isinstance(x, Jet) else y for x, y in zip(values, waiting, strict=True)]

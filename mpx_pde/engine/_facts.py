@@ -130,11 +130,12 @@ class Facts:
             signs = signs[0], (signs[1][0], -signs[1][1])
         if signs[0] is not None and signs[0] == signs[1]:
             return values
-        moving = [x for x in values if self.of[x].level == COMPUTED]
-        roots = [self.of[x].root for x in moving]
-        if len(moving) == 1 and roots[0] is not None and len(values) == 1:
-            return (roots[0],)
-        return None
+        root = self._root(step)
+        exact = [x for x in values if self.of[x].level < COMPUTED]
+        return (root, *exact) if root is not None and not any(map(self._is_array, exact)) else None
+
+    def _is_array(self, x: int) -> bool:
+        return self.of[x].width > 1
 
     def _is_wide(self, x: Any) -> bool:
         return not isinstance(x, Constant) and self.of[x].width > 1
@@ -153,7 +154,9 @@ class Facts:
             inner.of[k] = Fact(level, sign, None, width)
         for one in flat.steps:
             inner.add(one)
-        return all(inner.level(x) < COMPUTED or x in inner.operands for s in flat.steps for x in s.outputs)
+        return all(
+            inner.level(x) < COMPUTED or x in inner.operands for s in flat.steps for x in s.outputs
+        )
 
     def _is_beyond(self, step: Step) -> bool:
         """Returns whether a result may be a constant that half precision cannot hold."""
@@ -161,7 +164,9 @@ class Facts:
             return False
         limit = float(jnp.finfo(self.half).max)
         large = lambda x: np.any(np.isfinite(x) & (np.abs(x) > limit))
-        numbers = (x.value for x in step.inputs if isinstance(x, Constant) and np.ndim(x.value) == 0)
+        numbers = (
+            x.value for x in step.inputs if isinstance(x, Constant) and np.ndim(x.value) == 0
+        )
         return any(self.of[x].beyond for x in step.variables) or any(map(large, numbers))
 
     # Signs and bounded functions.
@@ -195,15 +200,17 @@ class Facts:
 
     def _root(self, step: Step) -> int | None:
         """Returns the variable that a bounded value is a function of."""
-        name, values = step.name, [x for x in step.variables if self.of[x].level == COMPUTED]
-        if len(set(values)) != 1:
-            return None
-        (x,) = set(values)
-        if name in tables.SATURATING or (name == "exp" and self.sign(x) == (1, -1)):
-            return x
-        if name in ("mul", "neg", "square", "integer_pow", *tables.MOVES):
-            return self.of[x].root
+        name, moving = step.name, {x for x in step.variables if self.of[x].level == COMPUTED}
+        if name in tables.SATURATING or (name == "exp" and self.sign(step.inputs[0]) == (1, -1)):
+            return moving.pop() if len(moving) == 1 else None
+        if name in _BOUNDED_TOO:
+            roots = {self.of[x].root for x in moving}
+            return roots.pop() if len(roots) == 1 else None
         return None
+
+
+_BOUNDED_TOO = tables.MOVES | tables.ADDITIONS | {"mul", "neg", "square", "integer_pow"}
+"""Operations whose result is bounded if their operands are."""
 
 
 def _product(a: Sign, b: Sign) -> Sign:

@@ -6,8 +6,7 @@ array as the capacity of its node (as in the partitioner of PyTorch's AOTAutogra
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 from scipy.sparse import csr_array

@@ -1,7 +1,6 @@
 """Chooses the precision of products, and computes them."""
 
 import dataclasses
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -44,14 +43,11 @@ class Product:
 
     - `masters`: whether constants of any dtype count as half, as in a network that is multiplied in
         half precision but was not cast.
-    - `algorithm`: one of `SPLIT_PRODUCTS`, for products in full; `None` for the highest precision.
-        Products of data alone, and those for which the program asks for a precision, do not use it.
     - `open`: whether products are left as they are in the program. An evaluation around this one
         then chooses their precision.
     """
 
     masters: bool = False
-    algorithm: str | None = None
     open: bool = False
 
     def halves(
@@ -87,8 +83,8 @@ class Product:
             own = _mixed(step.eqn, dtype, storage.registers if both else out_dtype)
         else:
             several = any(x.streams for x in operands if isinstance(x, Jet))
-            algorithm = None if roles.is_data(step) else self.algorithm
-            own = self._full(step.eqn, storage, algorithm, several)
+            first = any(x.stage == RAW for x in operands if isinstance(x, Jet))
+            own = self._full(step.eqn, storage, several, first)
         name = jnp.dtype(dtype or FULL).name
         how = f"{name} × {name} → {jnp.dtype(out_dtype).name}"
 
@@ -134,8 +130,7 @@ class Product:
             dtype = eqn.params["dtype"]
             # In a pass in full precision, a product of halves is in full.
             return None if full or not is_half(dtype) else dtype
-        # In a checkpoint, products of data are computed again after the forward pass.
-        if full or asks_for_more(eqn) or roles.is_data(step):
+        if full or asks_for_more(eqn):
             return None
         fixed = [i for i, x in enumerate(operands) if not isinstance(x, Jet)]
         halves = self.half_operands(step, operands, roles)
@@ -152,11 +147,13 @@ class Product:
             and (known(x) if isinstance(atom, Constant) else atom in roles.half)
         }
 
-    def _full(self, eqn: JaxprEqn, storage: Storage, algorithm: Any, several: bool) -> Any:
+    def _full(self, eqn: JaxprEqn, storage: Storage, several: bool, first: bool) -> Any:
         """Returns a function that multiplies arrays in registers. It does not use TF32 unless the
-        program asks for it. XLA does not merge its products of `several` streams.
+        program asks for it. XLA does not merge its products of `several` streams. The `first`
+        product, which meets the point, asks for full precision in any evaluation around.
         """
         if self.open:
+            eqn = _precise(eqn) if first else eqn
             return lambda x, y: bind(eqn, [x, y])[0]
         kind = aval_of(eqn.outvars[0]).dtype
         wide: Any = storage.width_of(kind)
@@ -166,20 +163,23 @@ class Product:
         name, is_open = eqn.primitive.name, eqn.params.get("precision") is None
         if name in tables.MIXED:
             is_open = not says_its_dtype(eqn) or is_half(eqn.params["dtype"])
-        # Convolutions and products of float64 have no algorithms.
-        if "dot_general" not in name or wide != np.float32:
-            algorithm = None
-        elif not is_open:
-            algorithm = eqn.params.get("algorithm")
         plain = name == "dot_general" and is_open and _is_real(eqn)
-        if plain or name in tables.MIXED or algorithm is not None:
-            apart = several or not plain or algorithm is not None
-            return _mixed(eqn, wide, wide, algorithm, Given(apart=apart))
+        if plain or name in tables.MIXED:
+            return _mixed(eqn, wide, wide, given=Given(apart=several or not plain))
         params = {**eqn.params, "preferred_element_type": wide}
         if params["precision"] is None:
             params["precision"] = (lax.Precision.HIGHEST,) * 2
         eqn = eqn.replace(params=params)
         return lambda x, y: bind(eqn, [x, y])[0]
+
+
+def _precise(eqn: JaxprEqn) -> JaxprEqn:
+    """Returns a product that asks for full precision."""
+    if eqn.primitive.name in tables.MIXED:
+        dtype = wide(eqn.params["dtype"])
+        return eqn.replace(params={**eqn.params, "dtype": dtype, "given": Given()})
+    precision = eqn.params["precision"] or (lax.Precision.HIGHEST,) * 2
+    return eqn.replace(params={**eqn.params, "precision": precision})
 
 
 def _rows(eqn: JaxprEqn, jet: Jet, weight: Any, first: bool) -> Sequence[Any]:
@@ -219,14 +219,13 @@ def _is_real(eqn: JaxprEqn) -> bool:
     return jnp.issubdtype(aval_of(eqn.outvars[0]).dtype, jnp.floating)
 
 
-def only_names(eqn: JaxprEqn, operands: Sequence[Any], storage: Storage, full: Storage) -> bool:
-    """Returns whether an equation is a cast that needs no computation: of a stored value to the
-    dtype of registers, or to float32 of a value that is computed in float64 instead."""
+def only_names(eqn: JaxprEqn, operands: Sequence[Any], storage: Storage) -> bool:
+    """Returns whether an equation is a cast of a stored value to the dtype of registers, which
+    needs no computation."""
     if eqn.primitive.name != "convert_element_type":
         return False
     x, new = primal_of(operands[0]), eqn.params["new_dtype"]
-    loads = new == storage.registers and isinstance(operands[0], Jet) and storage.is_stored(x)
-    return loads or (x.dtype == full.registers != new == FULL)
+    return new == storage.registers and isinstance(operands[0], Jet) and storage.is_stored(x)
 
 
 def is_biased(eqn: JaxprEqn, operands: Sequence[Any], halves: Sequence[bool]) -> bool:
@@ -278,10 +277,6 @@ def mixed_form(
 # Products of a program and of its backward pass, for a forward pass in full.
 
 
-_LEAST = 8
-"""The smallest number of rows, columns and terms of a product that a tensor core multiplies."""
-
-
 def forward_product(eqn: JaxprEqn, algorithm: str | None) -> JaxprEqn:
     """Returns a product in full, by the algorithm unless the program asks for a precision."""
     dtype, mixed = aval_of(eqn.outvars[0]).dtype, eqn.primitive.name in tables.MIXED
@@ -295,25 +290,11 @@ def forward_product(eqn: JaxprEqn, algorithm: str | None) -> JaxprEqn:
 
 
 def backward_product(eqn: JaxprEqn, half: np.dtype) -> JaxprEqn:
-    """Returns a product with operands rounded to half, unless it asks for a precision of its own or
-    is too small for tensor cores."""
-    if not _is_real(eqn) or asks_for_more(eqn) or _is_small(eqn):
+    """Returns a product with operands rounded to half, unless it asks for a precision of its own."""
+    mixed = eqn.primitive.name in tables.MIXED and eqn.params.get("algorithm") is None
+    if not _is_real(eqn) or asks_for_more(eqn) or (mixed and says_its_dtype(eqn)):
         return eqn
-    if eqn.primitive.name in tables.MIXED:
-        if eqn.params.get("algorithm") is None and says_its_dtype(eqn):
-            return eqn
     return mixed_form(eqn, half, aval_of(eqn.outvars[0]).dtype, given=Given())
-
-
-def _is_small(eqn: JaxprEqn) -> bool:
-    if "dot_general" not in eqn.primitive.name:
-        return False
-    contracted, batch = eqn.params["dimension_numbers"]
-    shapes = [aval_of(v).shape for v in eqn.invars]
-    sizes = [math.prod(shapes[0][i] for i in contracted[0])]
-    for shape, axes, others in zip(shapes, contracted, batch, strict=True):
-        sizes.append(math.prod(n for i, n in enumerate(shape) if i not in (*axes, *others)))
-    return min(sizes) < _LEAST
 
 
 # Products without streams, for `autocast`.

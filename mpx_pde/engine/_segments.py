@@ -10,30 +10,25 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ..interpret import _tables as tables
-from ..interpret._flat import Constant, Flat, Step, flatten, variables
-from ..interpret._jaxpr import CALLS, aval_of, bodies_of, contains, differentiable, pushforward
-from ._near import bodies_entered, near_numbers, summed_in
+from ..interpret._flat import Constant, Flat, Step, variables
+from ..interpret._jaxpr import CALLS, bodies_of, contains, differentiable, pushforward
+from ._near import near_numbers, summed_in
 from ._plan import Index, Plan
 from ._roles import (
     Role,
     as_key,
     by_stream,
-    check_references,
     contracted,
     dependent,
-    divided,
-    ends_of,
     is_linear,
-    is_wild,
     moving_in,
     stage_after,
     still_in,
 )
-from ._streams import DATA, DEEP, RAW, WILD, has_streams, is_inexact
+from ._streams import DEEP, RAW, is_inexact
 
 
 _SMALL = 64
@@ -90,34 +85,24 @@ def roles_of(
     stages: Mapping[int, int],
     plan: Plan,
     asked: Iterable[Index],
-    params: Collection[int] | None = None,
     carried: Collection[tuple[int, int]] | None = None,
-    whole: bool = True,
-    wild: bool = False,
 ) -> Role:
     """Returns the roles of a program whose results are wanted with the streams `asked`.
 
-    A program without streams has `params`; it is a `whole` loss if its forward pass is in full. The
-    step of a loop has `carried`, maybe empty: pairs of the position of a result and that of the
-    operand that it becomes. With `wild`, for halves of little range, derivatives are `WILD`.
+    The step of a loop has `carried`, maybe empty: pairs of the position of a result and that of the
+    operand that it becomes.
     """
-    ends, made, data = None, set[int](), set[int]()
-    if params is None:
-        stage = _stages(flat, stages)
-    else:
-        stage, data = _stages_of_loss(flat, stages, params, wild)
-        found, made = ends_of(flat, params, stage, carried is not None)
-        ends = found if whole else None
+    stage = _stages(flat, stages)
     wanted, more = set[int](), set[int]()
     while more is not None:
-        wanted = _wanted(flat, stage, ends, made, wanted | more)
+        wanted = _wanted(flat, wanted | more)
         next_step = [flat.outputs[i] for i, j in carried or () if flat.inputs[j] in wanted]
         more = set(variables(next_step)) - wanted or None
     stored = {x for x, s in stage.items() if s == DEEP and x in wanted}
     stored -= near_numbers(flat, (), carried or ()) - summed_in(flat, stage)
     everything = _asked_of(flat, stage, plan, asked)
     final = set(stage) - wanted
-    return Role(stage, final, stored, everything, ends, made, data, still_in(flat))
+    return Role(stage, final, stored, everything, still_in(flat))
 
 
 def _stages(flat: Flat, given: Mapping[int, int]) -> dict[int, int]:
@@ -130,90 +115,13 @@ def _stages(flat: Flat, given: Mapping[int, int]) -> dict[int, int]:
     return stage
 
 
-def _stages_of_loss(
-    flat: Flat, given: Mapping[int, int], params: Collection[int], wild: bool
-) -> tuple[dict[int, int], set[int]]:
-    """Returns the stages of variables that depend on data, and the results of data alone. Integers
-    among the latter have no stage, because they are exact. Arrays of neither data nor parameters,
-    such as random points, are data if a network takes them."""
-    stage, model, data, made = dict(given), set(params), set[int](), set[int]()
-    for i, step in enumerate(flat.steps):
-        moving = [stage[x] for x in step.variables if x in stage]
-        values = step.values
-        if wild and is_wild(step, stage):
-            stage.update(dict.fromkeys(step.outputs, WILD))
-        elif has_streams(step.eqn):
-            stage.update(dict.fromkeys(step.outputs, RAW))
-        elif not moving:
-            if not model.isdisjoint(values):
-                model.update(step.outputs)
-                arrays = _arrays_of(step) - model
-                made.update(arrays if arrays and _is_network(flat.steps[i:]) else ())
-        elif max(moving) > RAW or not model.isdisjoint(values):
-            stage.update(dict.fromkeys(step.outputs, DEEP))
-        else:
-            data.update(step.outputs)
-            pairs = zip(step.outputs, step.eqn.outvars, strict=True)
-            stage.update((x, max(moving)) for x, v in pairs if is_inexact(v.aval))
-    if made:
-        return _stages_of_loss(flat, {**given, **dict.fromkeys(made, DATA)}, params, wild)
-    return stage, data
-
-
-def _is_network(steps: Sequence[Step]) -> bool:
-    """Returns whether the first of some equations holds products, or is a product whose result goes
-    into an equation that does, or through a nonlinear function into another product. An operator on
-    parameters, such as a stiffness matrix, stays in full."""
-    first, *rest = steps
-    if first.name not in tables.PRODUCTS:
-        return first.holds_products
-    straight, bent = dict.fromkeys(first.outputs, DEEP), set[int]()
-    for step in rest:
-        curved = not bent.isdisjoint(step.variables)
-        if not curved and straight.keys().isdisjoint(step.variables):
-            continue
-        if step.holds_products or (curved and step.name in tables.PRODUCTS):
-            return True
-        if curved or not by_stream(step, straight):
-            bent.update(step.outputs)
-        else:
-            straight.update(dict.fromkeys(step.outputs, DEEP))
-    return False
-
-
-def _arrays_of(step: Step) -> set[int]:
-    """Returns the operands of an equation that are inexact arrays, without scalars."""
-    pairs = zip(step.inputs, step.eqn.invars, strict=True)
-    arrays = ((x, aval_of(v)) for x, v in pairs if not isinstance(x, Constant))
-    return {x for x, aval in arrays if is_inexact(aval) and aval.shape}
-
-
-def _wanted(
-    flat: Flat,
-    stage: Mapping[int, int],
-    ends: frozenset[int] | None,
-    params: Collection[int],
-    wanted: set[int],
-) -> set[int]:
-    """Adds to `wanted` all that a product or a loop (in a whole loss, of a network) depends on."""
-    for i, step in reversed(list(enumerate(flat.steps))):
-        end = step.name in tables.PRODUCTS or step.alone
-        if not wanted.isdisjoint(step.outputs) or (end and ends is None):
+def _wanted(flat: Flat, wanted: set[int]) -> set[int]:
+    """Adds to `wanted` all that a product or a loop depends on."""
+    for step in reversed(flat.steps):
+        ends = step.name in tables.PRODUCTS or step.alone
+        if ends or not wanted.isdisjoint(step.outputs):
             wanted.update(step.variables)
-        elif ends is not None and i in ends:
-            wanted.update(_entering(step, stage, params))
     return wanted
-
-
-def _entering(step: Step, stage: Mapping[int, int], params: Collection[int]) -> list[int]:
-    """Returns the operands of a product or a container that enter the network there. A sum that a
-    loop or a checkpoint adds to does not enter it."""
-    passing = set[int | Constant]()
-    entering = set[int | Constant]()
-    for flat, inner, operands in _inside(step, stage, params):
-        for k, x in zip(flat.inputs, operands, strict=True):
-            (passing if k in inner.final else entering).add(x)
-    return [x for x in step.variables if x in entering or x not in passing]
 
 
 def apart_of(flat: Flat, roles: Role, traced: Iterable[int]) -> frozenset[int]:
@@ -263,31 +171,19 @@ def _asked_of(
     return out
 
 
-def parts_of(flat: Flat, roles: Role) -> list[Part]:
-    """Divides a program into parts. In a whole loss, the network precedes what follows it."""
-    if roles.ends is None:
-        return _layers(flat, flat.steps, roles)
-    network, rest = divided(flat, roles)
-    check_references(flat, network, roles)
-    read = {x for s in rest for x in s.variables}
-    return [*_layers(flat, network, roles, read), *(_by_itself(s, s.alone) for s in rest)]
-
-
 def _by_itself(step: Step, alone: bool = True) -> Part:
     inputs = tuple(dict.fromkeys(step.variables))
     return Part((step,), inputs, step.outputs, alone)
 
 
-def _layers(
-    flat: Flat, steps: Sequence[Step], roles: Role, read: Collection[int] = ()
-) -> list[Part]:
-    """Divides equations into parts. `read` holds the results that other equations take."""
-    kinds = {step: _kind(step, roles) for step in steps}
-    steps, behind = _behind_products(kinds, roles, {*read, *variables(flat.outputs)})
+def parts_of(flat: Flat, roles: Role) -> list[Part]:
+    """Divides a program into parts."""
+    kinds = {step: _kind(step, roles) for step in flat.steps}
+    steps, behind = _behind_products(kinds, roles, {*variables(flat.outputs)})
     last: dict[int, int] = {}
     for i, step in enumerate(steps):
         last.update((x, i) for x in step.variables)
-    last.update((x, len(steps)) for x in (*read, *variables(flat.outputs)))
+    last.update((x, len(steps)) for x in variables(flat.outputs))
 
     out: list[Part] = []
     pending: list[tuple[int, Step]] = []
@@ -308,7 +204,6 @@ def _layers(
         products.clear()
 
     waiting: set[int] = set()  # results of what is or was pending
-    sums = _last_sums(flat, kinds, roles)
     for i, step in enumerate(steps):
         kind = kinds[step]
         if kind in ("light", "product") and not roles.apart.isdisjoint(step.outputs):
@@ -322,7 +217,7 @@ def _layers(
             continue
         if kind == "alone":
             close()
-            out.append(_region(step, [x for x in step.outputs if last.get(x, -1) > i], roles))
+            out.append(_region(step, [x for x in step.outputs if last.get(x, -1) > i]))
             continue
         waiting.update(step.outputs)
         follows = any(x in products for x in step.variables)
@@ -332,8 +227,6 @@ def _layers(
         pending.append((i, step))
         if kind == "product" or (follows and joins):
             products.update(step.outputs)
-        elif not sums.isdisjoint(step.outputs):
-            close()
     close()
     return out
 
@@ -382,57 +275,11 @@ def _behind_products(
     return out, behind
 
 
-def _last_sums(flat: Flat, kinds: Mapping[Step, str], roles: Role) -> set[int]:
-    """Returns the sums before the last products of a network in a whole loss. These may multiply
-    residuals by parameters. So the sum is kept, and not computed again from rounded summands."""
-    ends = {x for i in roles.ends or () for x in flat.steps[i].outputs}
-    needed, sums = set[int](), set[int]()
-    for step, kind in reversed([*kinds.items()] if ends else []):
-        if not ends.isdisjoint(step.outputs):
-            last = kind == "product" and roles.final.issuperset(step.outputs)
-        else:
-            last = kind in ("light", "product") and not needed.isdisjoint(step.outputs)
-            if last and step.name in tables.ADDITIONS and len(moving_in(step, roles.stage)) == 2:
-                sums.update(step.outputs)
-        if last:
-            needed.update(step.variables)
-    return sums
-
-
-def _region(step: Step, outputs: Sequence[int], roles: Role) -> Part:
-    """Returns an equation as a part. A checkpoint that holds products is a layer of its own. If the
-    forward pass differs from the backward pass, this layer keeps its inputs, whatever its policy
-    says. In a whole loss, a checkpoint that holds the loss or a choice by values is entered."""
+def _region(step: Step, outputs: Sequence[int]) -> Part:
+    """Returns an equation as a part. A checkpoint that holds products is a layer of its own."""
     if step.name != "remat2" or not contains(bodies_of(step.eqn)[0], tables.PRODUCTS):
         return _by_itself(step)
-    last = not roles.final.isdisjoint(outputs)
-    if roles.ends is not None and (
-        (last and _holds_loss(step, roles)) or _holds_choices(step, roles)
-    ):
-        return _by_itself(step)
     return _by_itself(step, alone=False)._replace(outputs=tuple(outputs), multiplies=True)
-
-
-def _holds_loss(step: Step, roles: Role) -> bool:
-    """Returns whether a container, or one inside it, holds an equation after the network that is
-    nonlinear or stands alone."""
-    for flat, inner, _ in _inside(step, roles.stage, roles.params):
-        network, rest = divided(flat, inner)
-        if any(s.alone or not is_linear(s, inner.stage) for s in rest):
-            return True
-        last = [s for s in network if not inner.final.isdisjoint(s.outputs)]
-        if any(_holds_loss(s, inner) for s in last):
-            return True
-    return False
-
-
-def _holds_choices(step: Step, roles: Role) -> bool:
-    """Returns whether an equation in a container chooses by values of the network."""
-    return any(
-        _chooses(s, inner) or _holds_choices(s, inner)
-        for flat, inner, _ in _inside(step, roles.stage, roles.params)
-        for s in flat.steps
-    )
 
 
 def signature(part: Part, roles: Role, values: Sequence[Any]) -> Hashable:
@@ -468,25 +315,6 @@ def signature(part: Part, roles: Role, values: Sequence[Any]) -> Hashable:
     return out
 
 
-def choices_of(part: Part, roles: Role) -> tuple[int, ...]:
-    """Returns the variables that a layer chooses by values that are kept rounded."""
-    return tuple(x for step in part.steps if _chooses(step, roles) for x in step.outputs)
-
-
-def _chooses(step: Step, roles: Role) -> bool:
-    """Returns whether an equation makes integers, booleans or whole numbers of values. Computed
-    again from rounded values, these would jump. Comparisons with 0 do not count: signs survive."""
-    name = step.name
-    moving = any(roles.stage.get(x) == DEEP for x in step.variables)
-    if not moving or step.alone or not any(is_inexact(v.aval) for v in step.eqn.invars):
-        return False
-    numbers = [x.value for x in step.inputs if isinstance(x, Constant) and np.ndim(x.value) == 0]
-    if name in tables.COMPARISONS and any(x == 0 for x in numbers):
-        return False
-    whole = name in tables.WHOLE or not any(is_inexact(v.aval) for v in step.eqn.outvars)
-    return whole and bool(step.outputs)
-
-
 def multiplied_only(
     steps: Sequence[Step],
     outputs: Iterable[int],
@@ -503,32 +331,6 @@ def multiplied_only(
     return used - read
 
 
-def _inside(
-    step: Step, stage: Mapping[Any, int], params: Collection[int]
-) -> list[tuple[Flat, Role, tuple[int | Constant, ...]]]:
-    """Returns the programs in a loop, a branch, a checkpoint or a `shard_map` of a whole loss, with
-    their roles and their operands."""
-    eqn, out = step.eqn, []
-    for body, start, (first, stop) in bodies_entered(eqn):
-        flat = flatten(body, forward_mode=False)
-        operands = step.inputs[start:]
-        pairs = list(zip(flat.inputs, operands, strict=True))
-        stages = {k: stage[x] for k, x in pairs if x in stage}
-        arrays = (k for k, c in flat.constants.items() if is_inexact(c.aval) and c.aval.ndim)
-        stages.update(dict.fromkeys(arrays, DATA))
-        own = {k for k, x in pairs if x in params}
-        # A carry changes with each step, whatever its stage is at first.
-        carry = flat.inputs[first:stop]
-        avals = body.in_avals[first:stop]
-        moves = (k for k, aval in zip(carry, avals, strict=True) if is_inexact(aval))
-        stages.update((k, max(DEEP, stages.get(k, DEEP))) for k in moves)
-        looped = eqn.primitive.name in ("scan", "while")
-        carried = [(i, first + i) for i in range(stop - first)] if looped else None
-        roles = roles_of(flat, stages, Plan(()), (), own.difference(carry), carried)
-        out.append((flat, roles, operands))
-    return out
-
-
 def _kind(step: Step, roles: Role) -> str:
     stages = [roles.stage[x] for x in step.variables if x in roles.stage]
     name = step.name
@@ -536,10 +338,8 @@ def _kind(step: Step, roles: Role) -> str:
         # Slow equations and products are not evaluated again. Moves of masters are, so that what
         # masters are broadcast to is not kept.
         return "light" if is_light(step.eqn) else "alone"
-    if not stages or roles.is_data(step):
+    if not stages:
         return "constant"
-    if has_streams(step.eqn):
-        return "alone"
     if max(stages) == RAW and name in tables.COORDINATES:
         return "raw"
     if step.alone or name in tables.AMBIGUOUS:

@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from .._order import rounded_cotangent
 from .._varying import match_varying_axes
-from ..interpret._jaxpr import aval_of, bodies_of, own_bind, scopes_of
+from ..interpret._jaxpr import aval_of, bodies_of, own_bind
 from ._plan import Index
 from ._together import any_together, spread_together
 
@@ -28,22 +28,10 @@ All values that meet the model are `DEEP`, except those that may have any size, 
 These are `WILD`: they have no scale, and are never rounded to half."""
 
 
-WITH_STREAMS = "mpx_pde.with_streams"
-"""The scope of derivatives whose forward pass is in full. They decide themselves which of their
-arrays are kept in half, with their own scales. The loss around them has no streams, and does not
-change them."""
-
-
-def has_streams(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation belongs to derivatives whose forward pass is in full."""
-    return WITH_STREAMS in scopes_of(eqn)
-
-
 def takes_derivatives(eqn: JaxprEqn) -> bool:
     """Returns whether results of an equation, or of one inside it, are derivatives."""
     inside = (inner for body in bodies_of(eqn) for inner in body.jaxpr.eqns)
-    tapped = eqn.primitive.name == "derivative_tap"
-    return tapped or has_streams(eqn) or any(map(takes_derivatives, inside))
+    return eqn.primitive.name == "derivative_tap" or any(map(takes_derivatives, inside))
 
 
 @jax.tree_util.register_dataclass

@@ -133,10 +133,15 @@ def with_products(eqn: JaxprEqn, changed: Callable[[JaxprEqn], JaxprEqn]) -> Jax
     primitive and its parameters, but not the types of its operands and results."""
     if eqn.primitive.name in PRODUCTS:
         return changed(eqn)
+    return with_jaxprs(eqn, lambda x: x.replace(eqns=[with_products(e, changed) for e in x.eqns]))
+
+
+def with_jaxprs(eqn: JaxprEqn, changed: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
+    """Applies a function to each jaxpr in the parameters of an equation."""
 
     def inside(x: Any) -> Any:
         if isinstance(x, Jaxpr):  # the only kind in JAX 0.12
-            return x.replace(eqns=[with_products(e, changed) for e in x.eqns])
+            return changed(x)
         return x.replace(jaxpr=inside(x.jaxpr)) if is_jaxpr(x) else x
 
     is_jaxpr = lambda x: isinstance(x, Jaxpr | ClosedJaxpr)
@@ -153,9 +158,7 @@ def _at_precision(eqn: JaxprEqn, precision: Any) -> JaxprEqn:
     def precise(eqn: JaxprEqn) -> JaxprEqn:
         if eqn.primitive.name not in JAX_PRODUCTS:
             return eqn
-        return eqn.replace(
-            params={**eqn.params, "precision": eqn.params["precision"] or precision}
-        )
+        return eqn.replace(params={**eqn.params, "precision": eqn.params["precision"] or precision})
 
     return with_products(eqn, precise)
 

@@ -1,9 +1,7 @@
 """The precision in which a layer multiplies and stores, and the cast of its input."""
 
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -49,35 +47,12 @@ class Arithmetic(NamedTuple):
         return split_dot_general(x, y, dimension_numbers, self.algorithm)
 
 
-_full = jax.make_user_context(None)
-
-_BY_WEIGHTS = "weights"
-
-
-def by_weights() -> AbstractContextManager:
-    """Returns a context in which products in the dtype of the weights replace split products."""
-    return _full(_BY_WEIGHTS)
-
-
-def in_full(algorithm: str | None) -> AbstractContextManager:
-    """Returns a context in which float32 products replace products of halves. They are split by
-    `algorithm`, one of `SPLIT_PRODUCTS`, or else taken at the highest precision.
-    """
-    return _full(algorithm or "float32")
-
-
 def arithmetic_of(given: Arithmetic | None, weight: Any) -> Arithmetic:
     """Returns the `Arithmetic` that a layer was given, or else that of its weights."""
-    full = _full.value
-    if given is not None and (given.half or given.algorithm):
-        splits = given.algorithm is not None
-        if not takes_halves() or (splits and full == _BY_WEIGHTS):
-            given = None
-    found = given or Arithmetic(product_datatype(weight.dtype), given=False)
-    if full in (None, _BY_WEIGHTS) or found.dtype.itemsize > 4:
-        return found
-    split = full if full in SPLIT_PRODUCTS else None
-    return Arithmetic(np.dtype(np.float32), split, found.given)
+    narrow = given is not None and (given.half or given.algorithm is not None)
+    if given is None or (narrow and not takes_halves()):
+        return Arithmetic(product_datatype(weight.dtype), given=False)
+    return given
 
 
 def parse_arithmetic(dtype: Any, call: str) -> Arithmetic | None:

@@ -243,7 +243,7 @@ class FNO(eqx.Module):
             # mesh with explicit axes.
             x = jnp.concatenate([x, summed_apart(coordinates, x)])
         x = batch_behind(x)
-        x = part(ChannelMLP.lift, self.remat, rounded=False)(self.lifting, x, self.activation)
+        x = part(ChannelMLP.lift, self.remat)(self.lifting, x, self.activation)
         shift, entering = widen(self.lifting.last.bias), None
         if any(ends):
             x = jnp.pad(shifted(x, shift), [(0, 0), *((0, end) for end in ends)])

@@ -2,7 +2,6 @@
 activations, and the choice of which of their values are written to memory.
 """
 
-import functools as ft
 from collections.abc import Callable
 from typing import Any
 
@@ -14,19 +13,16 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from .._cast import cast_tree, widen
-from .._derivative_of import with_derivative_of
+from .._cast import widen
 from .._dtypes import is_half, wide
-from .._forward import Forward, asked_in_full, forward_in, present_forward
+from .._forward import present_forward
 from .._order import batch_behind, rounded_cotangent, written_in
 from ..engine._together import beside
 from ._arithmetic import (
     KEPT,
     Arithmetic,
     arithmetic_of,
-    by_weights,
     centered,
-    in_full,
     separate,
     unscaled,
 )
@@ -156,6 +152,9 @@ def stored(x: Array, name: str = STORED) -> Array:
     On a GPU XLA removes a cast to half precision and back, and would write float32 instead. The
     barrier makes it write the rounded value.
     """
+    forward = present_forward()
+    if forward is not None and forward.full:
+        return batch_behind(x)
     return checkpoint_name(lax.optimization_barrier(batch_behind(x)), name)
 
 
@@ -164,45 +163,22 @@ def kept(x: Array) -> Array:
     return stored(x, KEPT)
 
 
-def part(fun: Callable, again: bool, rounded: bool = True) -> Callable:
+def part(fun: Callable, again: bool) -> Callable:
     """Makes a part of a network evaluate itself again in its backward pass. Otherwise values that
     both passes need would be kept in float32. `fun` takes a layer, a field and further arguments.
     Values that are `kept` are not evaluated again. Those that are `stored` are, if `again` is true.
 
     Each part is wrapped separately, so that it is evaluated only once its cotangent is available.
 
-    If the forward pass is in full precision, the part keeps the field that enters. It is `rounded`
-    to half precision unless it is the user's input.
+    If the forward pass is in full precision, the loss around decides what is kept.
     """
     forward = present_forward()
-    if forward is not None and forward.apart and not asked_in_full():
-        return ft.partial(_in_forward, fun, forward, rounded)
+    if forward is not None and forward.full:
+        return lambda *args: batch_behind(fun(*args))
     names = (KEPT,) if again else (KEPT, STORED)
     policy = jax.checkpoint_policies.save_only_these_names(*names)
     run = eqx.filter_checkpoint(fun, policy=policy)  # an activation may be any function
     return lambda *args: batch_behind(run(*args))
-
-
-def _in_forward(fun: Callable, forward: Forward, rounded: bool, *args: Any) -> Array:
-    """Evaluates a part in full precision, and its derivative in half precision."""
-    arrays, static = eqx.partition(args, eqx.is_array)
-
-    def run(arrays):
-        return batch_behind(fun(*eqx.combine(arrays, static)))
-
-    def value_of(arrays):
-        with forward_in(None), in_full(forward.algorithm):
-            return run(arrays), ()
-
-    def derivative_of(_, arrays):
-        layer, x, *rest = arrays
-        in_half = lambda tree: tree if eqx.is_array(tree) else cast_tree(tree, forward.dtype)
-        x = x.astype(forward.dtype) if rounded else x
-        with forward_in(None), by_weights():
-            out = jax.checkpoint(run)((in_half(layer), x, *map(in_half, rest)))
-        return widen(batch_behind(out))
-
-    return batch_behind(with_derivative_of(value_of, derivative_of)(arrays)[0])
 
 
 def activate(activation: Callable, x: Array, shift: Array) -> Array:

@@ -26,7 +26,7 @@ from .._repr import in_a_line
 from .._split import SPLIT_PRODUCTS
 from .._tree import dealt, select_tree
 from .._types import PyTree
-from ..engine import InForward, make_plan, propagate
+from ..engine import InForward, linearized, make_plan, propagate
 from ..interpret._precision_report import (
     LEAST_IN_FULL,
     OF_JACOBIANS,
@@ -406,10 +406,17 @@ class LevenbergMarquardt(eqx.Module):
                 "scale. Write residuals of order one, or pass `jacobian='bfloat16'`.",
             )
 
-    def _evaluated(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps `fun` for values in the precision `forward` and derivatives in `jacobian`."""
+    def _pulled(self, fun: Callable[..., Any], params: PyTree, static: PyTree, x: Any) -> Any:
+        """Returns a residual at one example, in the precision `forward`, and its pullback to the
+        parameters, in that of the `jacobian`."""
         backward = "float32" if self.jacobian in SPLIT_PRODUCTS else self.jacobian
-        return fun if backward == self.forward else InForward(fun, Forward(self.forward, backward))
+        if backward == self.forward:
+            return jax.vjp(lambda p: self._residual(fun, p, static, x), params)
+        forward = Forward(self.forward, backward)
+        in_forward = InForward(fun, forward)
+        values = lambda p, static, x: (self._residual(in_forward, p, static, x), ())
+        (r, _), pull = linearized(values, forward, params, static, x, in_full=lambda _: True)
+        return r, lambda cotangent: (pull(cotangent),)
 
     def _residual(self, fun: Callable[..., Any], params: PyTree, static: PyTree, x: Any) -> Array:
         """Evaluates one residual at one example, with the parameters in the residual's dtype."""
@@ -483,10 +490,9 @@ class LevenbergMarquardt(eqx.Module):
         dtype = jnp.dtype("float32" if self._narrow else "float64")
         jacs = []
         for fun, batch, weight in zip(self.residuals, batches, weights, strict=True):
-            at = self._evaluated(fun)
 
-            def one(x, weight, at=at):
-                r, pull = jax.vjp(lambda p: self._residual(at, p, static, x), params)
+            def one(x, weight, fun=fun):
+                r, pull = self._pulled(fun, params, static, x)
                 seeds = jnp.eye(r.size, dtype=r.dtype) * scale.astype(r.dtype)
                 (pulled,) = jax.vmap(pull)(seeds)
                 rows = lambda g: g.reshape(r.size, math.prod(g.shape[1:]))  # `g` may be empty

@@ -20,7 +20,7 @@ from jaxtyping import Array, Inexact
 
 from .._cast import widen
 from .._dtypes import highest_precision, true_float32
-from .._forward import forward_in, without_halves
+from .._forward import Forward, forward_in, without_halves
 from .._loss_scaling import DynamicLossScaling, NoOpLossScaling, check_scaling, split_aux
 from .._notes import noting_the_cast, noting_the_model, noting_the_trace
 from .._repr import in_a_line
@@ -36,7 +36,7 @@ from ..derivatives._scaling import (
     check_takes_no_derivatives,
     sum_counts,
 )
-from ..engine import InForward
+from ..engine import InForward, linearized
 from ..engine._roles import dependent
 from ..interpret._flat import flatten
 from ..interpret._jaxpr import contains
@@ -84,6 +84,14 @@ def _as_varying(tree: PyTree, axis_name: AxisName | None) -> PyTree:
     names: Any = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     names = tuple(n for n in names if n in jax.sharding.get_abstract_mesh().manual_axes)
     return jtu.tree_map(lambda x: mark_varying(x, names) if eqx.is_inexact_array(x) else x, tree)
+
+
+def _in_forward(
+    loss: Callable, forward: Forward, in_full: Callable[[Any], bool], model: PyTree, *others: Any
+) -> tuple[tuple, PyTree]:
+    """Evaluates a loss with an auxiliary output in full, and its gradient in half."""
+    out, pullback = linearized(loss, forward, model, *others, in_full=in_full)
+    return out, pullback(jnp.ones_like(out[0]))
 
 
 def copied(tree: PyTree) -> PyTree:
@@ -177,7 +185,7 @@ class Gradient(eqx.Module):
         """
         func, options, dtype = self.func, self.options, self.options.compute_dtype
         if options.precisions is not None:
-            func = InForward(func, options.precisions, options.kept(args, kwargs))
+            func = InForward(func, options.precisions)
         if options.autocast is not None and options.in_half:
             func = autocast_function(func, dtype, **dict(options.autocast))
         cast = options.casts and options.in_half
@@ -213,24 +221,31 @@ class Gradient(eqx.Module):
         if mixed and options.axis_name is not None:
             size_of_axis(options.axis_name, options.call)
 
-        def loss(differentiated):
+        def loss(differentiated, others, kwargs):
             model, derivatives = differentiated
             if not mixed:
-                value, aux = self.loss((model, *args[1:]), kwargs, None)
+                value, aux = self.loss((model, *others), kwargs, None)
                 return value, (value, aux)
             # The cast in here is part of what is differentiated, so the gradients have the dtypes
             # of the masters.
             model = _as_varying(model, options.axis_name)
-            cast_args, cast_kwargs = options.cast((model, *args[1:]), kwargs)
+            cast_args, cast_kwargs = options.cast((model, *others), kwargs)
             value, aux = self.loss(cast_args, cast_kwargs, derivatives)
             return self.scaling.scale(value), (value, aux)
 
         differentiated = args[0], self.derivatives if mixed else None
         value_and_grad = eqx.filter_value_and_grad(loss, has_aux=True)
+        if options.precisions is not None:
+            kept = options.kept(args, kwargs)
+            leaves = jtu.tree_leaves_with_path((None, args, kwargs))
+            places = {id(x) for path, x in leaves if path in kept}
+            value_and_grad = ft.partial(
+                _in_forward, loss, options.precisions, lambda x: id(x) in places
+            )
         # For products that ask for no precision: in a full forward pass they are true float32 too.
         full = highest_precision("highest") if options.in_full else nullcontext()
         with full if mixed else true_float32(), noting_the_trace(options.call):
-            (_, out), (grads, counts) = value_and_grad(differentiated)
+            (_, out), (grads, counts) = value_and_grad(differentiated, args[1:], kwargs)
         return out, grads, None if counts is None else counts.counts
 
     def unscale(self, grads: PyTree) -> PyTree:

@@ -132,11 +132,11 @@ def test_products_of_the_backward_pass_are_half(name):
 
 def kept_of(loss, model, batch, size):
     """Returns the dtypes of arrays of a size that are kept for the backward pass."""
-    arrays, static = eqx.partition(model, eqx.is_inexact_array)
-    of_arrays = lambda arrays, batch: loss(eqx.combine(arrays, static), batch)
-    gradient = mpx.engine.InForward(of_arrays, mpx._forward.Forward("float32", "bfloat16"))
-    back = jax.eval_shape(lambda a: jax.vjp(lambda a: gradient(a, batch), a)[1], arrays)
-    return [x.dtype.name for x in jax.tree.leaves(back) if x.size == size and x.ndim > 1]
+    forward = mpx._forward.Forward("float32", "bfloat16")
+    fun = mpx.engine.InForward(lambda model, batch: (loss(model, batch), ()), forward)
+    pull = lambda model, batch: mpx.engine.linearized(fun, forward, model, batch)[1]
+    leaves = jax.tree.leaves(eqx.filter_eval_shape(pull, model, batch))
+    return [x.dtype.name for x in leaves if x.size == size and x.ndim > 1]
 
 
 @pytest.mark.slow
