@@ -72,6 +72,13 @@ def present_forward() -> Forward | None:
     return _context.value
 
 
+def in_full_forward() -> bool:
+    """Returns whether a loss is being traced whose forward pass is in full. It keeps values and
+    orders its backward pass by itself."""
+    forward = present_forward()
+    return forward is not None and forward.full
+
+
 def forward_in(forward: Forward | None) -> AbstractContextManager[Any]:
     """Traces its body under `forward`."""
     return _context(forward)
@@ -94,8 +101,7 @@ def asked_in_full() -> bool:
 def takes_halves() -> bool:
     """Returns whether layers that were given a half `dtype` compute in it. They do not if the
     forward pass, or a function around them, is in full precision."""
-    forward = present_forward()
-    return not (asked_in_full() or (forward is not None and forward.full))
+    return not (asked_in_full() or in_full_forward())
 
 
 def check_forward(precision: Any, call: str) -> str:

@@ -13,6 +13,7 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from ._forward import in_full_forward
 from ._varying import match_varying_axes
 
 
@@ -28,6 +29,8 @@ def gradients_in_turn(layer: Any, x: Any) -> tuple[Any, Any]:
     Operands that are not differentiated get no cotangent. `jax.lax.optimization_barrier` by itself
     would compute one for each operand: for the points of a first layer, that is one more product.
     """
+    if in_full_forward():
+        return layer, x
     leaves, structure = jax.tree.flatten((layer, x))
     return jax.tree.unflatten(structure, _in_turn_p.bind(*leaves))
 
@@ -102,7 +105,7 @@ def summed_apart(x: Array, like: Array) -> Array:
     rows with all that the backward pass computes beside it. On an H200 that kernel took eight times
     as long as its memory traffic, because its threads follow the columns.
     """
-    if 0 in like.shape:
+    if 0 in like.shape or in_full_forward():
         return x
     one = jnp.ravel(lax.stop_gradient(like))[0]  # only this is kept for the backward pass
     return _summed_apart_p.bind(*match_varying_axes(x, one))

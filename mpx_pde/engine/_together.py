@@ -19,6 +19,7 @@ from jax.extend.core.primitives import broadcast_in_dim_p, concatenate_p, reduce
 from jax.interpreters import ad, batching, partial_eval
 from jaxtyping import Array
 
+from .._forward import in_full_forward
 from .._order import keep_used, lower, present, repeated, with_batch_at
 from .._varying import match_varying_axes
 
@@ -58,7 +59,14 @@ def beside(arrays: Sequence[Any], like: Any, *, leading: bool = False) -> list[A
 
     The axes of an array are the last ones of `like`, and a `vmap` adds one in front. If `leading`,
     they are the first ones, such as the channels of a field, and a `vmap` adds one after them."""
+    if in_full_forward():
+        axes = range(np.ndim(like)) if leading else range(np.ndim(like))[::-1]
+        return [_broadcast(x, like.shape, sorted(axes[: np.ndim(x)])) for x in arrays]
     return _beside_p.bind(*match_varying_axes(*arrays, like), leading=leading)
+
+
+def _broadcast(x: Any, shape: Sequence[int], axes: Sequence[int]) -> Array:
+    return lax.broadcast_in_dim(x, shape, axes)
 
 
 def joined(arrays: Sequence[Any], dimension: int) -> Array:

