@@ -20,7 +20,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun, primitives
 
 from ..interpret import _tables as tables
-from ..interpret._flat import Constant, Flat, Step, flatten, read
+from ..interpret._flat import Constant, Flat, Step, flatten, read, variables
 from ..interpret._jaxpr import (
     LOOPS,
     aval_of,
@@ -312,8 +312,12 @@ class Again:
     def __init__(self, plan: Plan, values: Values, by: Precisions, closed: Mapping[int, Any] = {}):
         self.plan, self.values, self.by = plan, values, by
         self.env: dict[int, Any] = {k: c.value for k, c in plan.forward.constants.items()}
-        self.env.update({**closed, **values.given})
+        self.env.update(closed)
+        facts = plan.facts.of
+        self.env.update((k, x) for k, x in values.given.items() if facts[k].level < DATA)
         self.made = plan.facts.made
+        self.before: list[Any] = []
+        self.gradients: list[Any] = []
 
     def __call__(self, x: int | Constant) -> Any:
         if isinstance(x, Constant):
@@ -321,7 +325,8 @@ class Again:
         pending = [x]
         while pending:
             k = pending[-1]
-            missing = [] if k in self.env or k in self.values.kept else self._missing(k)
+            there = k in self.env or k in self.values.kept or k in self.values.given
+            missing = [] if there else self._missing(k)
             if missing:
                 pending.extend(missing)
                 continue
@@ -330,12 +335,23 @@ class Again:
                 self._make(k)
         return self.env[x]
 
+    def _in_turn(self, x: Any) -> Any:
+        """Returns a kept array, to be read only once the last `gradients` are there. Otherwise XLA
+        may compute values of all layers again before the first of them is needed, and leave the
+        gradients of all layers for the end."""
+        if self.gradients:
+            self.before, self.gradients = self.gradients, []
+        return lax.optimization_barrier((x, *self.before))[0] if self.before else x
+
     def _missing(self, k: int) -> list[int]:
         return [x for x in self.made[k].variables if x not in self.env]
 
     def _make(self, k: int) -> None:
+        if k in self.values.given:
+            self.env[k] = self._in_turn(self.values.given[k])
+            return
         if k in self.values.kept:
-            x, step = self.values.kept[k], self.made.get(k)
+            x, step = self._in_turn(self.values.kept[k]), self.made.get(k)
             wide = x if step is None or not self.plan.kept[k] else _wide_of(step, k)
             self.env[k] = x if wide is x else x.astype(wide)
             return
@@ -362,6 +378,7 @@ def run_backward(
             env[x] = again(plan.wanted[x])
         return read(x, env)
 
+    terms = _gradient_terms(plan.backward)
     for step in plan.backward.steps:
         if id(step) in plan.loops:
             out = _scan_backward(plan, step, values, value, by, again)
@@ -372,8 +389,19 @@ def run_backward(
                 full.update(step.outputs)
             in_full = step.name in tables.PRODUCTS and not halves
             out = by.bind(step, given, backward=not in_full)
+        again.gradients += [x for k, x in zip(step.outputs, out, strict=True) if k in terms]
         env.update(zip(step.outputs, out, strict=True))
     return list(map(value, plan.backward.outputs))
+
+
+def _gradient_terms(backward: Flat) -> set[int]:
+    """Returns the values whose sums, moved, are the results of a backward program."""
+    found, moves = set(variables(backward.outputs)), tables.LAYOUT | {"add_any"}
+    for step in reversed(backward.steps):
+        if step.name in moves and not found.isdisjoint(step.outputs):
+            found.difference_update(step.outputs)
+            found.update(step.variables)
+    return found
 
 
 def _is_full(x: int | Constant, facts: Facts) -> bool:
