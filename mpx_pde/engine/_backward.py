@@ -8,6 +8,7 @@ too.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ from ..interpret._jaxpr import (
 )
 from ..interpret._rebind import rebind, scan_counts
 from ..interpret._tables import CONTAINERS
-from ._facts import COMPUTED, CONSTANT, DATA, RECOMPUTED, Fact, Facts
+from ._facts import COMPUTED, CONSTANT, DATA, RECOMPUTED, Fact, Facts, region_of
 from ._keeping import chosen, unrounded
 from ._products import backward_product, forward_product
 
@@ -152,6 +153,7 @@ def make_plan(
     }
     # What a checkpoint evaluates again must be what it was.
     entering = {wanted.get(x) for t in backward.steps if t.name == "remat2" for x in t.variables}
+    leaving = _leaving_regions(forward)
 
     def rounds(x: int) -> bool:
         fact = facts.of[x]
@@ -164,13 +166,22 @@ def make_plan(
         width = half.itemsize if rounds(x) else getattr(avals[x].dtype, "itemsize", 8)
         return int(np.prod(avals[x].shape)) * width
 
-    operands = {x: some for x, some in facts.operands.items() if x not in entering}
+    whole = entering | leaving
+    operands = {x: some for x, some in facts.operands.items() if x not in whole}
     kept = chosen(reads, operands, free, size_of)
     exact = unrounded({x: size_of(x) for x in kept})
     kept = {x: rounds(x) and x not in exact for x in kept}
     needs = _closure(reads, operands, kept)
     given_again = tuple(x for x in forward.inputs if x in needs and x in free)
     return Plan(forward, backward, wanted, facts, kept, given_again, loops, stacked)
+
+
+def _leaving_regions(flat: Flat) -> set[int]:
+    """Returns the values that leave a checkpoint. They are not computed again outside of it."""
+    made = {x: r for s in flat.steps if (r := region_of(s.eqn)) for x in s.outputs}
+    return {
+        x for s in flat.steps for x in s.variables if made.get(x, "") not in ("", region_of(s.eqn))
+    }
 
 
 def _closure(
@@ -445,24 +456,27 @@ def without_checkpoints(closed: ClosedJaxpr) -> ClosedJaxpr:
     one without a policy is marked: its products are computed again. A checkpoint of a loop stays,
     so that the steps of the loop keep nothing."""
 
-    def entered(jaxpr: Jaxpr, inside: bool) -> Jaxpr:
-        return jaxpr.replace(eqns=[one(e, inside) for e in jaxpr.eqns])
+    numbers = itertools.count()
 
-    def one(eqn: JaxprEqn, inside: bool) -> JaxprEqn:
+    def entered(jaxpr: Jaxpr, region: str) -> Jaxpr:
+        return jaxpr.replace(eqns=[one(e, region) for e in jaxpr.eqns])
+
+    def one(eqn: JaxprEqn, region: str) -> JaxprEqn:
         if eqn.primitive.name == "remat2" and not contains(bodies_of(eqn)[0], LOOPS):
-            marked = inside or eqn.params["policy"] is None
-            body = ClosedJaxpr(entered(eqn.params["jaxpr"], marked), ())
+            inner = region
+            if not region and eqn.params["policy"] is None:
+                inner = f"{RECOMPUTED}.{next(numbers)}"
+            body = ClosedJaxpr(entered(eqn.params["jaxpr"], inner), ())
             call = {"call_jaxpr": body}
             return eqn.replace(primitive=primitives.closed_call_p, params=call)
         if eqn.primitive.name in CONTAINERS and not eqn.primitive.name.startswith("custom"):
-            eqn = with_jaxprs(eqn, lambda x: entered(x, inside))
-        if not inside:
+            eqn = with_jaxprs(eqn, lambda x: entered(x, region))
+        if not region:
             return eqn
         info = eqn.source_info
-        stack = info.name_stack.extend(RECOMPUTED)
-        return eqn.replace(source_info=info.replace(name_stack=stack))
+        return eqn.replace(source_info=info.replace(name_stack=info.name_stack.extend(region)))
 
-    return closed.replace(jaxpr=entered(closed.jaxpr, False))
+    return closed.replace(jaxpr=entered(closed.jaxpr, ""))
 
 
 def value_and_pullback(

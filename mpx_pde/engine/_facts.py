@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from ..interpret import _tables as tables
 from ..interpret._flat import Constant, Step, flatten
@@ -28,8 +29,9 @@ those of its operands."""
 RECOMPUTED = "mpx_pde.computed_again"
 """The scope of a `jax.checkpoint`: its products are computed again from what enters it."""
 
-STREAM_SUMS = "mpx_pde.stream_sums"
-"""The scope of sums in the rules for derivatives, whose terms are kept once a layer."""
+KEPT_TERMS = "mpx_pde.kept_terms"
+"""The scope of sums that may be computed again from their terms, because their results are of the
+size of these: in the rules for derivatives, and in blocks of a neural operator."""
 
 Sign = tuple[Any, int] | None
 """The sign of a value: that of a variable, or of 1, times +1 or -1; `None` if it is not known."""
@@ -100,7 +102,7 @@ class Facts:
     def _operands_again(self, step: Step, level: int) -> tuple[int, ...] | None:
         """Returns the variables that a step can be evaluated again from; `None` if it cannot."""
         name, values = step.name, tuple(dict.fromkeys(step.variables))
-        multiplies = name in tables.PRODUCTS and RECOMPUTED in scopes_of(step.eqn)
+        multiplies = name in tables.PRODUCTS and bool(region_of(step.eqn))
         if step.eqn.effects or not (multiplies or _is_light(step)):
             return None
         if level < COMPUTED or multiplies:
@@ -121,7 +123,7 @@ class Facts:
         """Returns the variables that a sum or difference of two is accurate in, if it cannot cancel
         or if it is the sum of a product and a bias."""
         a, b = step.inputs
-        if STREAM_SUMS in scopes_of(step.eqn):
+        if KEPT_TERMS in scopes_of(step.eqn):
             return values
         if any(self.level(x) == MASTER and self._is_wide(x) for x in (a, b)):
             return values
@@ -211,6 +213,11 @@ class Facts:
 
 _BOUNDED_TOO = tables.MOVES | tables.ADDITIONS | {"mul", "neg", "square", "integer_pow"}
 """Operations whose result is bounded if their operands are."""
+
+
+def region_of(eqn: JaxprEqn) -> str:
+    """Returns the scope of the checkpoint that an equation is in, or an empty string."""
+    return next((x for x in scopes_of(eqn) if x.startswith(RECOMPUTED)), "")
 
 
 def _product(a: Sign, b: Sign) -> Sign:

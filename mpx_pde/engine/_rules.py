@@ -20,7 +20,7 @@ from .._wrapper import of_some
 from ..interpret import _tables as tables
 from ..interpret._jaxpr import CALLS, aval_of, bodies_of, differentiable, own_bind, pushforward
 from ._custom import custom_in_registers
-from ._facts import STREAM_SUMS
+from ._facts import KEPT_TERMS
 from ._moments import moments_p
 from ._plan import Index, Plan, chains, splits, sum_key
 from ._streams import Jet, Operand, Streams, bind, bind_primals, each, is_inexact, primal_of, total
@@ -118,7 +118,7 @@ class Rules:
 
     def _sums(self, parts: Callable[[Index], Iterable[Any]]) -> Streams:
         """Returns the streams that are sums of their `parts`; streams without any are omitted."""
-        with jax.named_scope(STREAM_SUMS):
+        with jax.named_scope(KEPT_TERMS):
             found = {key: total(parts(key)) for key in self.plan.keys}
         return {key: x for key, x in found.items() if x is not None}
 

@@ -15,6 +15,7 @@ from .._dtypes import check_bool, check_integer, check_positive, is_half, is_rea
 from .._order import add_product, batch_behind, gradients_in_turn, summed_apart
 from .._tree import check_key
 from .._types import DTypeLike
+from ..engine import KEPT_TERMS
 from ._activations import gelu, safe
 from ._arithmetic import Arithmetic, parse_arithmetic
 from ._pointwise import (
@@ -76,7 +77,9 @@ class Block(eqx.Module):
         y, constant = spectral.apart(x) if known else (spectral(x), None)
         # Both in one dtype, so that one product is accumulated onto the other in place.
         skip = self.skip.product(x)
-        y = kept(skip + y.astype(skip.dtype))
+        with jax.named_scope(KEPT_TERMS):
+            y = skip + y.astype(skip.dtype)
+        y = kept(y)
         skipped = jnp.asarray(widen(self.skip.bias))
         if constant is not None:
             # Stored, so that one sum over the grid gives the gradients of both.
@@ -87,7 +90,9 @@ class Block(eqx.Module):
         y = self.mlp.last.product(y)
         if rest is not None:
             return kept(add_product(rest, y.astype(x.dtype)))
-        y = shifted(widen(y), bias) + per_channel(gate, x) * widen(x)
+        y, gated = shifted(widen(y), bias), per_channel(gate, x) * widen(x)
+        with jax.named_scope(KEPT_TERMS):
+            y = y + gated
         return kept(y.astype(self.skip.dtype))
 
 
