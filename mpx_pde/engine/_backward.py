@@ -33,6 +33,7 @@ from ..interpret._jaxpr import (
     with_jaxprs,
     with_products,
 )
+from ..interpret._products import KEPT_IN_HALF
 from ..interpret._rebind import rebind, scan_counts
 from ..interpret._tables import CONTAINERS
 from ._facts import COMPUTED, CONSTANT, DATA, RECOMPUTED, Fact, Facts, region_of
@@ -74,10 +75,11 @@ class Precisions(NamedTuple):
 
     def kept(self, x: Any) -> Any:
         """Rounds an array to half. What overflows becomes NaN, so that it is seen."""
-        half = x.astype(self.half)
-        if self.half == np.float16:
-            half = jnp.where(jnp.isinf(half) & jnp.isfinite(x), jnp.nan, half)
-        return lax.optimization_barrier(half)
+        with jax.named_scope(KEPT_IN_HALF):
+            half = x.astype(self.half)
+            if self.half == np.float16:
+                half = jnp.where(jnp.isinf(half) & jnp.isfinite(x), jnp.nan, half)
+            return lax.optimization_barrier(half)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -151,14 +153,13 @@ def make_plan(
     avals = {
         k: v.aval for s in forward.steps for k, v in zip(s.outputs, s.eqn.outvars, strict=True)
     }
-    # What a checkpoint evaluates again must be what it was.
-    entering = {wanted.get(x) for t in backward.steps if t.name == "remat2" for x in t.variables}
+    exact = {wanted[k] for k in _read_exactly(backward, wanted.keys() - inside)}
     leaving = _leaving_regions(forward)
 
     def rounds(x: int) -> bool:
         fact = facts.of[x]
         real = jnp.issubdtype(avals[x].dtype, jnp.floating) if x in avals else False
-        return real and fact.level >= DATA and not (fact.full or fact.beyond or x in entering)
+        return real and fact.level >= DATA and not (fact.full or fact.beyond or x in exact)
 
     def size_of(x: int) -> int:
         if x not in avals:
@@ -166,14 +167,62 @@ def make_plan(
         width = half.itemsize if rounds(x) else getattr(avals[x].dtype, "itemsize", 8)
         return int(np.prod(avals[x].shape)) * width
 
-    whole = entering | leaving
+    whole = exact | leaving
     operands = {x: some for x, some in facts.operands.items() if x not in whole}
     kept = chosen(reads, operands, free, size_of)
-    exact = unrounded({x: size_of(x) for x in kept})
-    kept = {x: rounds(x) and x not in exact for x in kept}
+    small = unrounded({x: size_of(x) for x in kept})
+    kept = {x: rounds(x) and x not in small for x in kept}
     needs = _closure(reads, operands, kept)
     given_again = tuple(x for x in forward.inputs if x in needs and x in free)
     return Plan(forward, backward, wanted, facts, kept, given_again, loops, stacked)
+
+
+_MULTIPLIES = tables.PRODUCTS | {"mul", "div", "select_n"}
+"""Operations of a backward program that are linear in each value that they read."""
+
+_MOVES = tables.LAYOUT | {"convert_element_type", "neg"}
+
+
+def _read_exactly(backward: Flat, wanted: Collection[int]) -> set[int]:
+    """Returns the operands among `wanted` that a backward program does not only multiply by. JAX's
+    own derivatives do nothing else; a rule of the user's, a solve, or a checkpoint that is
+    evaluated again may do anything."""
+    of = {k: {k} for k in wanted}
+    found = set[int]()
+    for step in backward.steps:
+        given = set[int]().union(*(of.get(x, ()) for x in step.variables))
+        if not given:
+            continue
+        if step.name in _MOVES or (step.name in _MULTIPLIES and of.keys() >= {*step.variables}):
+            of.update((x, of.get(x, set()) | given) for x in step.outputs)
+        elif step.name not in _MULTIPLIES:
+            found |= given - _multiplied_inside(step, of)
+    return found | set[int]().union(*(of.get(x, ()) for x in variables(backward.outputs)))
+
+
+def _multiplied_inside(step: Step, of: Mapping[int, set[int]]) -> set[int]:
+    """Returns the operands that a container only multiplies by."""
+    if step.name not in ("scan", "cond", "shard_map", "jit"):
+        return set()
+    first = 1 if step.name == "cond" else 0
+    carried = range(0)
+    if step.name == "scan":
+        n_consts, n_carry = scan_counts(step.eqn)
+        carried = range(n_consts, n_consts + n_carry)
+    exact = set[int]().union(
+        *(
+            of.get(step.inputs[i], ())
+            for i in (*range(first), *carried)
+            if not isinstance(step.inputs[i], Constant)
+        )
+    )
+    for body in bodies_of(step.eqn):
+        flat = flatten(body, forward_mode=False, sharded=True)
+        pairs = list(zip(flat.inputs, step.inputs[first:], strict=True))
+        inside = {k for i, (k, x) in enumerate(pairs, first) if x in of and i not in carried}
+        lost = _read_exactly(flat, inside)
+        exact.update(*(of[x] for k, x in pairs if k in lost))
+    return set[int]().union(*(of.get(x, ()) for x in step.variables)) - exact
 
 
 def _leaving_regions(flat: Flat) -> set[int]:

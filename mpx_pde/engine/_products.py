@@ -290,7 +290,7 @@ def forward_product(eqn: JaxprEqn, algorithm: str | None) -> JaxprEqn:
 
 
 def backward_product(eqn: JaxprEqn, half: np.dtype) -> JaxprEqn:
-    """Returns a product with operands rounded to half, unless it asks for a precision of its own."""
+    """Returns a product of operands rounded to half, unless it asks for a precision itself."""
     mixed = eqn.primitive.name in tables.MIXED and eqn.params.get("algorithm") is None
     if not _is_real(eqn) or asks_for_more(eqn) or (mixed and says_its_dtype(eqn)):
         return eqn

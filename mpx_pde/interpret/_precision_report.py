@@ -52,11 +52,14 @@ class PrecisionReport:
     - `loops`: the lines of `while` loops. Their products are counted once, because the number of
         steps is not known.
     - `width`: the smallest of the rows, columns and contracted size of the largest product.
+    - `kept_in_half`: the bytes that losses with a full forward pass round to half and keep for
+        their backward pass.
     """
 
     rows: tuple[ProductRow, ...]
     loops: tuple[str, ...]
     width: int
+    kept_in_half: int = 0
 
     @property
     def flops(self) -> int:
@@ -70,6 +73,13 @@ class PrecisionReport:
 
         A product of complex numbers counts as four real ones, none of which is half."""
         return _half_share(row for row in self.rows if not row.of_integers)
+
+    @property
+    def backward_half_share(self) -> float:
+        """Returns the share of the work of backward passes, from 0 to 1, that is done in half
+        precision; 1 without any. Operations are those that JAX transposed: in a loss that takes
+        gradients itself, these count too."""
+        return _half_share(row for row in self.rows if row.backward and not row.of_integers)
 
     @property
     def tensorfloat32_share(self) -> float:
@@ -111,6 +121,11 @@ class PrecisionReport:
         lines = table(rows, left=(0, 1, 5))
         if len(self.rows) > _FEW:
             lines.insert(1 + _FEW, f"and {len(self.rows) - _FEW} more")
+        if self.kept_in_half:
+            lines.append(
+                f"backward pass: {100 * self.backward_half_share:.0f}% of its work in half, "
+                f"{self.kept_in_half / 2**20:.3g} MiB kept in half"
+            )
         if any(row.tensorfloat32 for row in self.rows):
             lines.append(
                 f"{_MARK.strip()} for {100 * self.tensorfloat32_share:.0f}% of the work: a GPU "
@@ -127,7 +142,8 @@ def report_of(closed: ClosedJaxpr) -> PrecisionReport:
     products = counter.products(closed.jaxpr)
     rows = [dataclasses.replace(row, **work._asdict()) for row, work in products.items()]
     rows.sort(key=lambda row: (-row.flops, row.line, row.dtype))
-    return PrecisionReport(tuple(rows), tuple(counter.loops), min(counter.largest[1:]))
+    width = min(counter.largest[1:])
+    return PrecisionReport(tuple(rows), tuple(counter.loops), width, counter.kept)
 
 
 def precision_report(fun: Callable) -> Callable[..., PrecisionReport]:
@@ -260,10 +276,10 @@ OF_CASTS = (
 )
 
 OF_FORWARDS = (
-    "With `forward=` these stay in full: the forward pass, the loss, the first layer, what "
-    "`FullPrecision` holds, functions with derivatives of their own, and derivatives that JAX "
-    "takes of `partials` and its kin (ask these for all orders). A small network has little else, "
-    "and gains nothing from half."
+    "With `forward=` the forward pass stays in full, and of the backward pass the products of "
+    "complex numbers, those for which the loss asks for a precision (as `FullPrecision` does), "
+    "those with arrays of `keep_full`, and the product in which derivatives by `partials` and its "
+    "kin meet the point."
 )
 
 OF_AUTOCAST = (

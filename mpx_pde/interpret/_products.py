@@ -16,7 +16,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._dtypes import is_narrow
 from .._split import SPLIT_PRODUCTS
-from ._jaxpr import aval_of, jaxprs_in
+from ._jaxpr import aval_of, jaxprs_in, scopes_of
 from ._lines import installed, line_of, site_of
 from ._tables import MIXED, PRODUCTS
 
@@ -39,6 +39,7 @@ class ProductRow:
         precision. A CPU multiplies them in float32.
     - `inside`: whether they are inside of a `jax.custom_vjp` that is called on the line. JAX does
         not know the lines of a backward rule.
+    - `backward`: whether they belong to the backward pass of a gradient in the program.
     - `count`: the number of times that these products run.
     - `flops`: their floating-point operations.
     """
@@ -49,6 +50,7 @@ class ProductRow:
     out_dtype: str
     tensorfloat32: bool = False
     inside: bool = False
+    backward: bool = False
     count: int = 0
     flops: int = 0
 
@@ -164,18 +166,26 @@ def _flops(eqn: JaxprEqn, shape: tuple[int, ...] | None) -> int:
 
 _PRODUCTS = PRODUCTS | {"ragged_dot_general"}
 
+KEPT_IN_HALF = "mpx_pde.kept_in_half"
+"""The scope in which a loss with a full forward pass rounds what it keeps."""
+
+
+def _is_transposed(eqn: JaxprEqn) -> bool:
+    return "transpose" in str(eqn.source_info.name_stack)
+
 
 class Counter:
     """Counts the products of jaxprs.
 
     `loops` are the lines of loops of unknown length. `largest` is the shape of the largest product,
-    as [`product_shape`][] returns it.
+    as [`product_shape`][] returns it. `kept` is the number of bytes that losses keep in half.
     """
 
     def __init__(self):
         self.loops: dict[str, None] = {}
         self.largest: tuple[int, ...] = (0, 0)
-        self._known: dict[Jaxpr, Mapping[ProductRow, Work]] = {}
+        self.kept = 0
+        self._known: dict[Jaxpr, tuple[Mapping[ProductRow, Work], int]] = {}
 
     def products(self, jaxpr: Jaxpr) -> Mapping[ProductRow, Work]:
         """Returns the products in a jaxpr that lead to its results, at any depth, as often as they
@@ -183,10 +193,14 @@ class Counter:
         derivative in half also computes its value in half.
         """
         if jaxpr not in self._known:
+            before = self.kept
             total: dict[ProductRow, Work] = defaultdict(Work)
             # At each depth, because JAX leaves the bodies of `while` loops as they are.
             alive, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
             for eqn in alive.eqns:
+                if eqn.primitive.name == "optimization_barrier" and KEPT_IN_HALF in scopes_of(eqn):
+                    avals = [aval_of(v) for v in eqn.outvars]
+                    self.kept += sum(_number(x.shape) * x.dtype.itemsize for x in avals)
                 if eqn.primitive.name in _PRODUCTS:
                     found = [self._product(eqn)]
                 else:
@@ -195,8 +209,11 @@ class Counter:
                 for product, work in found:
                     count, flops = total[product]
                     total[product] = Work(count + work.count, flops + work.flops)
-            self._known[jaxpr] = total
-        return self._known[jaxpr]
+            self._known[jaxpr] = total, self.kept - before
+            self.kept = before
+        products, kept = self._known[jaxpr]
+        self.kept += kept
+        return products
 
     def _product(self, eqn: JaxprEqn) -> tuple[ProductRow, Work]:
         name, site = eqn.primitive.name, site_of(eqn)
@@ -204,13 +221,15 @@ class Counter:
         shape = product_shape(eqn) if name in PRODUCTS else None
         if shape is not None:
             self.largest = max(self.largest, shape, key=math.prod)
-        row = ProductRow(site.line or "unknown", name, *dtypes, site.inside)
+        row = ProductRow(site.line or "unknown", name, *dtypes, site.inside, _is_transposed(eqn))
         return row, Work(1, _flops(eqn, shape))
 
     def _inside(self, eqn: JaxprEqn, jaxprs: list[Jaxpr]) -> Iterator[tuple[ProductRow, Work]]:
         name = eqn.primitive.name
         outside, self.loops = self.loops, {}
+        before = self.kept
         inner, loops = list(map(self.products, jaxprs)), self.loops
+        self.kept = before + self._times(eqn) * (self.kept - before)
         self.loops = outside
         if not any(inner):
             return
@@ -228,6 +247,8 @@ class Counter:
         for product, work in itertools.chain(*(products.items() for products in inner)):
             if unknown(product.line):
                 product = dataclasses.replace(product, line=site.line)
+            if _is_transposed(eqn):
+                product = dataclasses.replace(product, backward=True)
             yield product, Work(times * work.count, times * work.flops)
 
     def _times(self, eqn: JaxprEqn) -> int:

@@ -108,8 +108,8 @@ def filter_value_and_grad(
     - `keep_full`: the arguments that are not cast: a bool for everything, or a prefix of the
         positional arguments, such as `(False, True)` to cast the model and keep the collocation
         points. `eqx.nn.State` and [`mpx_pde.FullPrecision`][] are never cast. With `forward=`
-        nothing is cast; there, kept arguments enter products of full precision, in the backward
-        pass too.
+        nothing is cast; there, products with kept arguments are of full precision in the backward
+        pass too, and what is computed of such arguments alone is kept as it is.
     - `axis_name`: inside `jax.shard_map` or `jax.pmap`, the mesh axis or axes whose devices must
         agree on `grads_finite`. This function does not sum gradients over devices. With
         `check_vma=True`, the default of `jax.shard_map`, JAX returns the sum for parameters that
@@ -125,14 +125,14 @@ def filter_value_and_grad(
         the backward pass. `"float32"` (true float32: products take the highest precision), a split
         product (`"bfloat16_x3"`, `"bfloat16_x6"`, `"bfloat16_x9"`, `"tensorfloat32_x3"`),
         `"tensorfloat32"` and `"float64"` evaluate the loss and the derivatives in it in that
-        precision, but float64 arrays in float64. The products of the backward pass, and the values
-        kept for it, are in the compute dtype of the policy (which may be float32 under
-        `"float64"`). The value is that of the full evaluation. The error of the gradient is
-        relative to the gradient: it vanishes as the residual does (see *Full-precision answers* in
-        the documentation). Nothing is cast beforehand, with or without `autocast=True`. The
-        floating-point arrays of the first argument count as parameters, all others as data. Values
-        that depend on data alone are computed once, in full precision; a product of such a value
-        with the model rounds it.
+        precision, but float64 arrays in float64. What the backward pass needs is computed in that
+        precision, and kept rounded to the compute dtype of the policy (which may be float32 under
+        `"float64"`). Products of the backward pass round their operands to it; cotangents and
+        their sums are float32. Decisions, such as the mask of a `where`, are those of the full
+        evaluation. So the error of the gradient is relative to the gradient: it vanishes as the
+        residual does (see *Full-precision answers* in the documentation). Nothing is cast
+        beforehand, with or without `autocast=True`. The arguments themselves, and what is computed
+        of the parameters alone, are never rounded except inside of a product.
 
     **Returns:**
 
