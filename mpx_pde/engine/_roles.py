@@ -9,7 +9,7 @@ whose result is a single number (a sum with trainable weights) may belong to the
 """
 
 import math
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from ..interpret import _tables as tables
-from ..interpret._flat import Flat, Step, variables
+from ..interpret._flat import Flat, Step, dependent as dependent, variables
 from ..interpret._lines import line_of
 from ._plan import Index
 from ._streams import DEEP, FIRST, RAW, WILD, takes_derivatives
@@ -61,6 +61,7 @@ class Role(NamedTuple):
     - `scores`: the results of products of many matrices, such as the scores of attention.
     - `near`: the variables that are not rounded when they leave a layer, see `near_numbers`.
     - `entering`: the variables that enter layers in half, where they are checked for overflow.
+    - `moving`: the variables that JAX would give a tangent, although it may be zero everywhere.
     """
 
     stage: dict[int, int]
@@ -78,6 +79,7 @@ class Role(NamedTuple):
     scores: Collection[int] = frozenset()
     near: set[int] | frozenset[int] = frozenset()
     entering: set[int] | frozenset[int] = frozenset()
+    moving: frozenset[int] = frozenset()
 
     def is_data(self, step: Step) -> bool:
         """Returns whether an equation of a loss takes data, and nothing from the model."""
@@ -86,7 +88,7 @@ class Role(NamedTuple):
     def facts(self, x: int) -> tuple[Hashable, ...]:
         """Returns the facts about a variable by which layers are compared."""
         sets = self.final, self.stored, self.params, self.data, self.still, self.half, self.scores
-        sets = *sets, self.near, self.entering
+        sets = *sets, self.near, self.entering, self.moving
         number = None if self.numbers is None else as_key(self.numbers.get(x))
         return self.stage.get(x), self.asked.get(x), number, *(x in every for every in sets)
 
@@ -124,15 +126,6 @@ def is_linear(step: Step, stage: Mapping[int, int]) -> bool:
 def moving_in(step: Step, stage: Mapping[int, int]) -> list[int]:
     """Returns the positions of the operands that depend on the point."""
     return [i for i, x in enumerate(step.inputs) if x in stage]
-
-
-def dependent(flat: Flat, on: Iterable[int]) -> set[int]:
-    """Returns the variables `on`, and all variables that depend on any of them."""
-    out = set(on)
-    for step in flat.steps:
-        if not out.isdisjoint(step.variables):
-            out.update(step.outputs)
-    return out
 
 
 def still_in(flat: Flat) -> set[int]:

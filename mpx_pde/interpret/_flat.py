@@ -1,7 +1,7 @@
 """A jaxpr as one flat list of equations."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -71,7 +71,9 @@ def flatten(closed: ClosedJaxpr, *, forward_mode: bool, sharded: bool = False) -
     """Inlines the calls of a jaxpr, and keeps the equations that its results depend on.
 
     With `forward_mode`, checkpoints and `custom_vjp` functions are inlined too, because they
-    describe reverse mode. Barriers are left out then, because they tie unrelated arrays together.
+    describe reverse mode. A function whose derivative only its backward rule knows, such as
+    rounding that passes its cotangent through, is left as it is. Barriers are left out then,
+    because they tie unrelated arrays together.
     With `sharded`, a call that names the shardings of its arrays is not inlined.
     """
     calls = CALLS | OF_REVERSE_MODE if forward_mode else CALLS
@@ -90,9 +92,11 @@ def flatten(closed: ClosedJaxpr, *, forward_mode: bool, sharded: bool = False) -
         return walk(jaxpr, own, operands, known, partial(step, around))
 
     def step(around: tuple[JaxprEqn, ...], _: int, eqn: JaxprEqn, inputs: list) -> Sequence:
-        if eqn.primitive.name in calls and not (sharded and _is_sharded(eqn)):
+        name = eqn.primitive.name
+        own = name == "custom_vjp_call" and forward_mode and _is_flat(eqn)
+        if name in calls and not own and not (sharded and _is_sharded(eqn)):
             return inline(bodies_of(eqn)[0], inputs, (*around, eqn))
-        if forward_mode and eqn.primitive.name in tables.BARRIERS:
+        if forward_mode and name in tables.BARRIERS:
             return inputs
         out = tuple(next(numbers) for _ in eqn.outvars)
         steps.append(Step(eqn, tuple(inputs), out, around))
@@ -130,3 +134,30 @@ def read(x: int | Constant, env: Mapping[int, Any]) -> Any:
     if isinstance(x.value, int | float | complex):  # also JAX's literals, which have a dtype
         return np.asarray(x.value, x.aval.dtype)
     return x.value
+
+
+def dependent(flat: Flat, on: Iterable[int]) -> set[int]:
+    """Returns the variables `on`, and all variables that depend on any of them."""
+    out = set(on)
+    for step in flat.steps:
+        if not out.isdisjoint(step.variables):
+            out.update(step.outputs)
+    return out
+
+
+def moving_from(flat: Flat, on: Iterable[int]) -> set[int]:
+    """Returns the variables `on`, and all variables that JAX gives a tangent if these have one."""
+    out = set(on)
+    for step in flat.steps:
+        if step.name not in tables.CONSTANT and not out.isdisjoint(step.values):
+            out.update(step.outputs[i] for i in differentiable(step.eqn.outvars))
+    return out
+
+
+def _is_flat(eqn: JaxprEqn) -> bool:
+    """Returns whether a function with its own derivative computes what has none but zero: its
+    results depend on its operands only through steps, such as rounding."""
+    flat = flatten(bodies_of(eqn)[0], forward_mode=True)
+    on = [flat.inputs[i] for i in differentiable(eqn.invars)]
+    out = {x for i in differentiable(eqn.outvars) if (x := flat.outputs[i]) in dependent(flat, on)}
+    return bool(out) and out.isdisjoint(moving_from(flat, on))

@@ -152,7 +152,7 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     # of two dtypes, repeat a value for each channel, take moments, or show values to observers.
     ("rounded_cotangent written written_in read_at_once", "linear", "program", _OURS, "stores"),
     ("add_product sum_together spread_together", "linear", "program", _OURS, ""),
-    ("beside summed_apart", "linear", "program", _OURS, ""),
+    ("beside summed_apart forward_only", "linear", "program", _OURS, ""),
     ("moments", "nested", "float32", _OURS, "sum"),
     ("any_together", "constant", "program", _OURS, ""),
     ("derivative_tap derivative_count", "nested", "program", _TAP, ""),
