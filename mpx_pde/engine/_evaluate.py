@@ -21,6 +21,7 @@ from ..interpret import _tables as tables
 from ..interpret._flat import Step, flatten, moving_from, read
 from ..interpret._jaxpr import asks_what_moves, aval_of, bodies_of, in_context_of, own_bind
 from ..interpret._lines import line_of, site_of
+from ..interpret._references import with_references_inside
 from ._containers import Containers, enters
 from ._custom import own_in_registers
 from ._known import folded, only_moves
@@ -86,6 +87,7 @@ class Evaluator:
         is the step of a loop, `carried` pairs results with the operands that they become.
         """
         flat = flatten(closed, forward_mode=not self.plain)
+        flat = flat if self.plain else with_references_inside(flat)
         env: dict[int, Any] = {k: c.value for k, c in flat.constants.items()}
         if self.plain:
             # Without a point, constant arrays are data.

@@ -55,7 +55,8 @@ class Step:
     @cached_property
     def alone(self) -> bool:
         """Returns whether the equation is kept out of layers that are evaluated again."""
-        return self.holds_products or self.name in tables.ALONE
+        refers = any(contains(inner, ("new_ref",)) for inner in bodies_of(self.eqn))
+        return self.holds_products or refers or self.name in tables.ALONE
 
 
 class Flat(NamedTuple):
