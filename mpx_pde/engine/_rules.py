@@ -134,7 +134,8 @@ class Rules:
         if name in tables.CONSTANT or not any(is_inexact(v.aval) for v in eqn.outvars):
             return self._constant
         own = {"convert_element_type": self._convert, "device_put": self._each}
-        own |= {"mul": self._mul, "div": self._div, moments_p.name: self.moments}
+        own |= {"mul": self._mul, "div": self._div, "sqrt": self._sqrt}
+        own |= {moments_p.name: self.moments}
         if name in own:
             return own[name]
         if name in tables.TOGETHER and not any(map(_is_complex, eqn.invars)):
@@ -300,6 +301,25 @@ class Rules:
             if own is not None:
                 q[key] = own * inverse
         return [Jet(primal, q)]
+
+    def _sqrt(self, eqn, operands):
+        """Returns the square root y of x. Its streams follow from x = y², order by order. Powers of
+        streams of x, as in the formula of Faà di Bruno, would overflow for a large x."""
+        (x,) = operands
+        (primal,) = bind_primals(eqn, operands)
+        inverse, y = 0.5 / primal if x.streams else None, Streams()
+
+        def terms(index):
+            for count, left, right in splits(index):
+                if left in y and right in y:
+                    yield count, y[left] * y[right]
+
+        for key in self.plan.keys:
+            less = self.gather(key, terms)
+            own = total([x.streams.get(key), None if less is None else -less])
+            if own is not None:
+                y[key] = own * inverse
+        return [Jet(primal, y)]
 
     def _div_by_shared(self, eqn, a, b):
         """Divides by a value that is broadcast. For a real result, its inverse is broadcast."""

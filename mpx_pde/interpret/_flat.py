@@ -5,7 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+from jax import lax
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import Sharding
 
@@ -100,12 +103,45 @@ def flatten(closed: ClosedJaxpr, *, forward_mode: bool, sharded: bool = False) -
         if forward_mode and name in tables.BARRIERS:
             return inputs
         out = tuple(next(numbers) for _ in eqn.outvars)
+        eqn, inputs = _named(eqn, inputs)
         steps.append(Step(eqn, tuple(inputs), out, around))
         return out
 
     inputs = tuple(next(numbers) for _ in closed.jaxpr.invars)
     outputs = tuple(inline(closed, inputs))
     return Flat(needed(steps, outputs), inputs, outputs, constants)
+
+
+def _named(eqn: JaxprEqn, inputs: Sequence) -> tuple[JaxprEqn, Sequence]:
+    """Returns a reduction by a program that only adds, or takes the larger or smaller, as the
+    operation that JAX has for it, with its operands. JAX itself does so where it sees the number
+    that the reduction starts with, which it does not inside a trace."""
+    name, params = eqn.primitive.name, eqn.params
+    if name not in ("reduce", "reduce_window") or len(inputs) != 2:
+        return eqn, inputs
+    (x, start), program = eqn.invars, params["jaxpr"]
+    ops = [(e.primitive.name, {*e.invars}) for e in getattr(program, "jaxpr", program).eqns]
+    given = {*getattr(program, "jaxpr", program).invars}
+    known = isinstance(inputs[1], Constant) and not isinstance(inputs[1].value, Tracer)
+    if not known or len(ops) != 1 or ops[0][0] not in _MONOIDS or ops[0][1] != given:
+        return eqn, inputs
+    first = np.asarray(inputs[1].value, start.aval.dtype)[()]
+
+    def again(x):
+        if name == "reduce":
+            return lax.reduce(x, first, _MONOIDS[ops[0][0]], params["dimensions"])
+        names = ("window_dimensions", "window_strides", "padding", "base_dilation")
+        options = {k: params[k] for k in (*names, "window_dilation")}
+        return lax.reduce_window(x, first, _MONOIDS[ops[0][0]], **options)
+
+    found = jax.make_jaxpr(again)(x.aval).jaxpr.eqns
+    if len(found) != 1 or found[0].primitive.name == name:
+        return eqn, inputs
+    new = eqn.replace(primitive=found[0].primitive, params=found[0].params, invars=eqn.invars[:1])
+    return new, inputs[:1]
+
+
+_MONOIDS = {"add": lax.add, "max": lax.max, "min": lax.min}
 
 
 def _is_sharded(eqn: JaxprEqn) -> bool:
