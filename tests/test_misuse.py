@@ -233,6 +233,11 @@ TYPE_ERRORS = {
     "`gather_parameters` needs a `jax.sharding": lambda: gather(X, PartitionSpec()),
     # Derivatives.
     "`DerivativeScaling.per_direction` … nothing in between … 'x, t'": lambda: by_axis("x, t"),
+    "can read 'xx' as two different sequences … x, xx": (
+        lambda call: call(["x", "xx"]),
+        [by_axis, lambda names: partials(["u"], coords=names)],
+    ),
+    "can read 'abab' as two": lambda: by_axis(["a", "ab", "bab", "c"]),
     "the coordinates … ''": lambda: partials(["u"], coords=""),
     "list of names … 'u_x'": (lambda x: x("u_x"), [partials, DS.per_term]),
     "`partials` … floating-point … int32": lambda: partials(["u"])(jnp.arange(2)),
@@ -254,11 +259,18 @@ TYPE_ERRORS = {
     "`telemetry` … `DerivativeScaling`": lambda: derivatives.telemetry(mpx.NoOpLossScaling()),
     **{
         f"`{name}` … {says}": lambda f=name, n=n, x=x: getattr(derivatives, f)(total, n)(x)
-        for name in ("grad", "jacfwd", "hessian")
+        for name in ("grad", "jacfwd", "jacrev", "hessian")
         for n, x, says in (((), W, "`argnums`"), (0, W[:0], "shape (0,)"))
     },
     "`grad` differentiates a function that returns a scalar": lambda: d_grad(jnp.sin)(POINT),
     "`grad` … an array of shape (2,). `jacfwd`": lambda: d_grad(d_grad(net))(POINT),
+    "`grad` with `has_aux=True` … (output, aux)": lambda: d_grad(total, has_aux=True)(W),
+    "`grad` … `grad` that returns a pair … `has_aux=True`": lambda: d_grad(
+        d_grad(total, has_aux=True)
+    ),
+    "`grad` got the names 'x' and 'y' for one coordinate": lambda: d_grad(
+        d_grad(jnp.sin, coords="x"), coords="y"
+    )(W[0]),
     "argument 0 is an array of shape (4, 2) … jax.vmap": lambda: derivatives.hessian(net)(POINTS),
     "argument 0 is a CoordinateMLP": lambda: d_grad(lambda m, x: m(x))(mlp(), POINT),
     "positions of arguments": lambda: d_grad(net, -1),
@@ -267,7 +279,7 @@ TYPE_ERRORS = {
     "`scaled_jvp` … `primals` as a tuple … `(x,)`": lambda: jvp(2.0, POINT, POINT),
     "`scaled_jvp` … int32 … float32": lambda: jvp(2.0, (jnp.arange(2),)),
     "`DerivativeScaling` is made by … per_direction": lambda: DS("xt"),
-    "real floating-point outputs, got int32": lambda: partials(["u_x"], jnp.argmax)(POINT),
+    "floating-point or complex outputs, … int32": lambda: partials(["u_x"], jnp.argmax)(POINT),
     # Networks.
     "`CoordinateMLP` … jax.random.key(0)": lambda: mlp(key=None),
     "`FNO` … jax.random.key(0)": lambda: fno(key=0),
