@@ -32,6 +32,7 @@ def along(fun, *dirs):
     return fun
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 def test_terms_of_complex_outputs():
     fun = lambda p: bloch(WEIGHTS, p)
@@ -66,7 +67,7 @@ def schroedinger(m, points, *, derivatives=None):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("options", [{}, {"forward": "float32"}, {"autocast": True}], ids=str)
+@pytest.mark.parametrize("options", [{"forward": "float32"}, {"autocast": True}], ids=str)
 def test_a_loss_of_complex_terms(options):
     points = jax.random.uniform(jax.random.key(3), (4, 2))
     with jax.enable_x64(True):
@@ -75,7 +76,7 @@ def test_a_loss_of_complex_terms(options):
         want = jax.tree.map(np.asarray, want)
     both = mpx.Scaling(mpx.StaticLossScaling(1.0), mpx.DerivativeScaling.per_direction("tx"))
     gradient = mpx.filter_grad(schroedinger, both, keep_full=(False, True), **options)
-    after, finite, got = gradient(WEIGHTS, points)
+    after, finite, got = jax.jit(gradient)(WEIGHTS, points)
     assert finite
     for name, w in want.items():
         # Products of halves, in two layers and two orders.
@@ -92,7 +93,7 @@ def test_a_loss_of_complex_terms(options):
 
 
 def test_what_is_refused():
-    fun = lambda p: jnp.exp(1j * p[0]) * p[1]
+    fun = lambda p: jax.lax.complex(jnp.sin(p[0]), p[1])
     with pytest.raises(TypeError, match=r"`grad` .* real number.*complex64.*`jacfwd`"):
         mpx.derivatives.grad(fun)(jnp.asarray(POINT))
     given = {"coords": "xy", "outputs": "u"}
