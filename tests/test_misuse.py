@@ -233,11 +233,6 @@ TYPE_ERRORS = {
     "`gather_parameters` needs a `jax.sharding": lambda: gather(X, PartitionSpec()),
     # Derivatives.
     "`DerivativeScaling.per_direction` … nothing in between … 'x, t'": lambda: by_axis("x, t"),
-    "can read 'xx' as two different sequences … x, xx": (
-        lambda call: call(["x", "xx"]),
-        [by_axis, lambda names: partials(["u"], coords=names)],
-    ),
-    "can read 'abab' as two": lambda: by_axis(["a", "ab", "bab", "c"]),
     "the coordinates … ''": lambda: partials(["u"], coords=""),
     "list of names … 'u_x'": (lambda x: x("u_x"), [partials, DS.per_term]),
     "`partials` … floating-point … int32": lambda: partials(["u"])(jnp.arange(2)),
@@ -268,9 +263,6 @@ TYPE_ERRORS = {
     "`grad` … `grad` that returns a pair … `has_aux=True`": lambda: d_grad(
         d_grad(total, has_aux=True)
     ),
-    "`grad` got the names 'x' and 'y' for one coordinate": lambda: d_grad(
-        d_grad(jnp.sin, coords="x"), coords="y"
-    )(W[0]),
     "argument 0 is an array of shape (4, 2) … jax.vmap": lambda: derivatives.hessian(net)(POINTS),
     "argument 0 is a CoordinateMLP": lambda: d_grad(lambda m, x: m(x))(mlp(), POINT),
     "positions of arguments": lambda: d_grad(net, -1),
@@ -379,6 +371,14 @@ VALUE_ERRORS = {
     # Derivatives.
     "`partials` … at least one term": lambda: partials(iter(())),
     "`linear_operator` … {} for 'a'": lambda: operator({"a": {}}),
+    "can read 'xx' as two different sequences … x, xx": (
+        lambda call: call(["x", "xx"]),
+        [by_axis, lambda names: partials(["u"], coords=names)],
+    ),
+    "can read 'abab' as two": lambda: by_axis(["a", "ab", "bab", "c"]),
+    "`grad` got the names 'x' and 'y' for one coordinate": lambda: d_grad(
+        d_grad(jnp.sin, coords="x"), coords="y"
+    )(W[0]),
     "`DerivativeScaling.per_direction` got 'x' twice": lambda: by_axis("xx"),
     "positive, finite number as `max_scale`": lambda: by_axis("xt", max_scale=-1),
     "`max_scale` … mapping … x, t … {'x': 1}": lambda: by_axis("xt", max_scale={"x": 1}),

@@ -168,15 +168,15 @@ class Derivative:
                         f"`{self.call}` got the names {names[place]!r} and {name!r} for one "
                         "coordinate."
                     )
-        known = self.scaling and self.scaling.strategy.coords
-        if names or known is not None:
-            known = self._of_scaling(args, used, places, known) or {}
-            left = {place: name for place, name in known.items() if name not in names.values()}
-            names = {**left, **names}
-            found = tuple(names[place] for place in everything if place in names)
-            self._named(what, found or self.scaling.strategy.coords, "x", len(everything))
-            return coords_of(found, self.call)
-        return self._named(what, None, "x", len(everything))
+        known = None if self.scaling is None else self.scaling.strategy.coords
+        if not names and known is None:
+            return self._named(what, None, "x", len(everything))
+        others = self._of_scaling(args, used, places, known) or {}
+        given = set(names.values())
+        names |= {i: name for i, name in others.items() if i not in names and name not in given}
+        found = tuple(names[i] for i in everything if i in names)
+        self._named(what, found or known, "x", len(everything))
+        return coords_of(found, self.call)
 
     def _of_scaling(
         self,

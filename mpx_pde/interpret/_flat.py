@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import Sharding
 
 from . import _tables as tables
-from ._jaxpr import CALLS, OF_REVERSE_MODE, bodies_of, contains, differentiable, walk
+from ._jaxpr import CALLS, OF_REVERSE_MODE, aval_of, bodies_of, contains, differentiable, walk
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # by identity, because not all values have a hash
@@ -112,7 +112,7 @@ def flatten(closed: ClosedJaxpr, *, forward_mode: bool, sharded: bool = False) -
     return Flat(needed(steps, outputs), inputs, outputs, constants)
 
 
-def _named(eqn: JaxprEqn, inputs: Sequence) -> tuple[JaxprEqn, Sequence]:
+def _named(eqn: JaxprEqn, inputs: list) -> tuple[JaxprEqn, list]:
     """Returns a reduction by a program that only adds, or takes the larger or smaller, as the
     operation that JAX has for it, with its operands. JAX itself does so where it sees the number
     that the reduction starts with, which it does not inside a trace."""
@@ -125,7 +125,7 @@ def _named(eqn: JaxprEqn, inputs: Sequence) -> tuple[JaxprEqn, Sequence]:
     known = isinstance(inputs[1], Constant) and not isinstance(inputs[1].value, Tracer)
     if not known or len(ops) != 1 or ops[0][0] not in _MONOIDS or ops[0][1] != given:
         return eqn, inputs
-    first = np.asarray(inputs[1].value, start.aval.dtype)[()]
+    first = np.asarray(inputs[1].value, aval_of(start).dtype)[()]
 
     def again(x):
         if name == "reduce":

@@ -28,7 +28,7 @@ def with_references_inside(flat: Flat) -> Flat:
     after = {id(s) for s in flat.steps if not follows.isdisjoint(s.outputs)}
     before = {id(s) for s in flat.steps if not leads.isdisjoint(s.outputs)}
     inside = [s for s in flat.steps if id(s) in uses or id(s) in after & before]
-    outside = [s for s in flat.steps if s not in inside]
+    outside = [s for s in flat.steps if id(s) not in uses | (after & before)]
     read_outside = {x for s in outside for x in s.variables} | {*flat.outputs}
     results = [x for s in inside for x in s.outputs if x in read_outside]
     steps = [s for s in outside if id(s) not in after]
@@ -46,8 +46,8 @@ def _made_by(step: Step) -> list[int]:
 def _as_call(steps: Sequence[Step], results: Sequence[int]) -> Step:
     """Returns equations as one call with these results."""
     avals: dict[int | Constant, Any] = {}
+    made = {x for step in steps for x in step.outputs}
     for step in steps:
-        made = {x for s in steps for x in s.outputs}
         for x, v in zip(step.inputs, step.eqn.invars, strict=True):
             if x not in made and not (isinstance(x, Constant) and np.ndim(x.value) == 0):
                 avals[x] = aval_of(v)
