@@ -46,6 +46,7 @@ _read_at_once_p = Primitive("read_at_once")
 _add_product_p = Primitive("add_product")
 _behind_p = Primitive("batch_behind")
 _summed_apart_p = Primitive("summed_apart")
+_forward_only_p = Primitive("forward_only")
 
 
 def rounded_cotangent(x: Array, dtype: Any) -> Array:
@@ -67,6 +68,11 @@ def shared(x: Any, count: int) -> list[Any]:
     previous ones. In JAX's own order, XLA would run a separate kernel for every other one.
     """
     return _shared_p.bind(x, count=count) if count > 1 else [x]
+
+
+def forward_only(x: Array, why: str) -> Array:
+    """Returns `x` unchanged. Reverse mode through it raises a `ValueError` that says `why`."""
+    return _forward_only_p.bind(x, why=why)
 
 
 def written_in(x: Array, dtype: Any) -> Array:
@@ -216,6 +222,10 @@ def _transpose_summed_apart(cotangent, x, like):
     return [cotangent if isinstance(cotangent, ad.Zero) else _written_p.bind(cotangent), None]
 
 
+def _refuse(_, *, why):
+    raise ValueError(why)
+
+
 def _identity(x, *_, **__):
     return x
 
@@ -271,6 +281,7 @@ _define_identity(_written_p, _written_p.bind, lax.optimization_barrier, cpu=_ide
 _define_identity(_written_in_p, _identity, _half_and_back, cpu=_identity)
 _define_identity(_rounded_p, _rounded)
 _define_identity(_behind_p, _behind_p.bind)
+_define_identity(_forward_only_p, _refuse)
 _on_gpus = dict.fromkeys(("cuda", "rocm"), lax.optimization_barrier)
 _define_identity(_read_at_once_p, _identity, **_on_gpus)
 batching.primitive_batchers[_behind_p] = _batch_behind

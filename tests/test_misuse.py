@@ -254,11 +254,15 @@ TYPE_ERRORS = {
     "`telemetry` … `DerivativeScaling`": lambda: derivatives.telemetry(mpx.NoOpLossScaling()),
     **{
         f"`{name}` … {says}": lambda f=name, n=n, x=x: getattr(derivatives, f)(total, n)(x)
-        for name in ("grad", "jacfwd", "hessian")
+        for name in ("grad", "jacfwd", "jacrev", "hessian")
         for n, x, says in (((), W, "`argnums`"), (0, W[:0], "shape (0,)"))
     },
     "`grad` differentiates a function that returns a scalar": lambda: d_grad(jnp.sin)(POINT),
     "`grad` … an array of shape (2,). `jacfwd`": lambda: d_grad(d_grad(net))(POINT),
+    "`grad` with `has_aux=True` … (output, aux)": lambda: d_grad(total, has_aux=True)(W),
+    "`grad` … `grad` that returns a pair … `has_aux=True`": lambda: d_grad(
+        d_grad(total, has_aux=True)
+    ),
     "argument 0 is an array of shape (4, 2) … jax.vmap": lambda: derivatives.hessian(net)(POINTS),
     "argument 0 is a CoordinateMLP": lambda: d_grad(lambda m, x: m(x))(mlp(), POINT),
     "positions of arguments": lambda: d_grad(net, -1),
@@ -267,7 +271,7 @@ TYPE_ERRORS = {
     "`scaled_jvp` … `primals` as a tuple … `(x,)`": lambda: jvp(2.0, POINT, POINT),
     "`scaled_jvp` … int32 … float32": lambda: jvp(2.0, (jnp.arange(2),)),
     "`DerivativeScaling` is made by … per_direction": lambda: DS("xt"),
-    "real floating-point outputs, got int32": lambda: partials(["u_x"], jnp.argmax)(POINT),
+    "floating-point or complex outputs, … int32": lambda: partials(["u_x"], jnp.argmax)(POINT),
     # Networks.
     "`CoordinateMLP` … jax.random.key(0)": lambda: mlp(key=None),
     "`FNO` … jax.random.key(0)": lambda: fno(key=0),
@@ -367,6 +371,14 @@ VALUE_ERRORS = {
     # Derivatives.
     "`partials` … at least one term": lambda: partials(iter(())),
     "`linear_operator` … {} for 'a'": lambda: operator({"a": {}}),
+    "can read 'xx' as two different sequences … x, xx": (
+        lambda call: call(["x", "xx"]),
+        [by_axis, lambda names: partials(["u"], coords=names)],
+    ),
+    "can read 'abab' as two": lambda: by_axis(["a", "ab", "bab", "c"]),
+    "`grad` got the names 'x' and 'y' for one coordinate": lambda: d_grad(
+        d_grad(jnp.sin, coords="x"), coords="y"
+    )(W[0]),
     "`DerivativeScaling.per_direction` got 'x' twice": lambda: by_axis("xx"),
     "positive, finite number as `max_scale`": lambda: by_axis("xt", max_scale=-1),
     "`max_scale` … mapping … x, t … {'x': 1}": lambda: by_axis("xt", max_scale={"x": 1}),

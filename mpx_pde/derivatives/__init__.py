@@ -1,6 +1,11 @@
 """Derivatives in half precision, with scaled seeds, one unscaling, and scales that adapt."""
 
-from ._drop_ins import grad as grad, hessian as hessian, jacfwd as jacfwd
+from ._drop_ins import (
+    grad as grad,
+    hessian as hessian,
+    jacfwd as jacfwd,
+    jacrev as jacrev,
+)
 from ._evaluation import DerivativeReport as DerivativeReport
 from ._partials import (
     laplacian as laplacian,

@@ -120,9 +120,11 @@ def check_factor(factor: Any, name: str, call: str) -> Any:
         jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
     ):
         got = f"shape {np.shape(factor)} and {dtype}" if hasattr(factor, "dtype") else repr(factor)
+        mend = " Take the derivatives with a complex factor as terms, and add them in the loss."
         raise ValueError(
-            f"`{call}` multiplies derivatives by factors that are numbers, scalar arrays or "
+            f"`{call}` multiplies derivatives by factors that are real numbers, scalar arrays or "
             f"functions of the point that return one, but got {got} in the operator {name!r}."
+            + (mend if jnp.issubdtype(dtype, jnp.complexfloating) else "")
         )
     return factor
 
@@ -140,8 +142,11 @@ def as_network(fun: Callable, outputs: tuple[str, ...], call: str) -> Callable:
                 f"network returned {what} for one point. It must return an array with an entry for "
                 "each of `outputs`" + (", or a scalar." if len(outputs) == 1 else ".")
             )
-        if not jnp.issubdtype(out.dtype, jnp.floating):
-            raise TypeError(f"`{call}` needs real floating-point outputs, got {out.dtype.name}.")
+        if not jnp.issubdtype(out.dtype, jnp.inexact):
+            raise TypeError(
+                f"`{call}` needs floating-point or complex outputs, but the network returned "
+                f"{out.dtype.name}. Cast them to float32."
+            )
         return out.reshape(len(outputs))
 
     return network
@@ -160,6 +165,40 @@ def names_of(value: Any, call: str, what: str) -> tuple[str, ...]:
     if twice:
         raise ValueError(f"`{call}` got {', '.join(map(repr, twice))} twice in {what}: {value!r}.")
     return names
+
+
+def coords_of(value: Any, call: str) -> tuple[str, ...]:
+    """Returns the names of coordinates as a tuple, after checking that a sequence of them written
+    without spaces can be read in one way only."""
+    names = names_of(value, call, "the coordinates")
+    text = _read_twice(names)
+    if text is not None:
+        raise ValueError(
+            f"`{call}` can read {text!r} as two different sequences of the coordinates "
+            f"{', '.join(names)}. Call one of them something else."
+        )
+    return names
+
+
+def _read_twice(names: tuple[str, ...]) -> str | None:
+    """Returns a text that is more than one sequence of names; `None` if there is none.
+
+    Two sequences are written side by side until they end together (Sardinas and Patterson, 1953).
+    """
+    # What one sequence is ahead of the other, and the text of the longer one.
+    ahead = {b[len(a) :]: b for a in names for b in names if a != b and b.startswith(a)}
+    left = list(ahead)
+    while left:
+        rest = left.pop(0)
+        for name in names:
+            if name == rest:
+                return ahead[rest]
+            longer, shorter = (name, rest) if len(name) > len(rest) else (rest, name)
+            new = longer[len(shorter) :]
+            if longer.startswith(shorter) and new not in ahead:
+                ahead[new] = ahead[rest] + (new if longer is name else "")
+                left.append(new)
+    return None
 
 
 def term_list(terms: Any, call: str, empty: bool = False) -> tuple[str, ...]:

@@ -1,4 +1,5 @@
-"""Replaces `jax.grad`, `jax.jacfwd` and `jax.hessian` in losses by functions with scaled seeds."""
+"""Replaces `jax.grad`, `jax.jacfwd`, `jax.jacrev` and `jax.hessian` in losses by functions with
+scaled seeds."""
 
 import dataclasses
 import functools as ft
@@ -16,7 +17,7 @@ from .._dtypes import is_integer
 from .._repr import in_a_line
 from .._types import Names, PyTree
 from .._wrapper import of_some
-from ._checks import Term, check_fun, names_of
+from ._checks import Term, check_fun, coords_of, names_of
 from ._evaluation import Evaluation
 from ._scaling import DerivativeScaling, check_derivatives
 
@@ -31,17 +32,45 @@ class Derivative:
     [`mpx_pde.derivatives.grad`][], [`jacfwd`][mpx_pde.derivatives.jacfwd] and
     [`hessian`][mpx_pde.derivatives.hessian] return it. Differentiating one again adds an order. So
     `grad(grad(u))` carries its scale through both and is unscaled once, at its end.
+
+    **Attributes:**
+
+    - `taken`, `scalar`, `coords`: for each time, the arguments, whether it was by `grad`, and the
+        names of coordinates, if any.
+    - `has_aux`: whether `fun` returns a pair, of which only the first is differentiated.
+    - `call`: the name of the last call, for errors.
     """
 
     fun: Callable
     taken: tuple[Argnums, ...]
     scalar: tuple[bool, ...]
+    coords: tuple[tuple[str, ...] | None, ...]
+    has_aux: bool
     scaling: DerivativeScaling | None
-    coords: tuple[str, ...] | None
     outputs: tuple[str, ...] | None
     call: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
+        if self.has_aux:
+            # Compilation leaves out the first result here.
+            pair = self._pair(self.fun(*args, **kwargs))
+            return self._derivative(args, kwargs), pair[1]
+        return self._derivative(args, kwargs)
+
+    def _pair(self, out: Any) -> tuple[Any, Any]:
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise TypeError(
+                f"`{self.call}` with `has_aux=True` differentiates a function that returns a pair "
+                f"`(output, aux)`, but it returned {in_a_line(out)}."
+            )
+        return out
+
+    def _output(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what is differentiated."""
+        out = self.fun(*args, **kwargs)
+        return self._pair(out)[0] if self.has_aux else out
+
+    def _derivative(self, args: tuple, kwargs: dict) -> PyTree:
         # The arguments in tuples come in the order of the tuples, as `coords` names them.
         tuples = (i for argnums in self.taken if isinstance(argnums, tuple) for i in argnums)
         every = {i for argnums in self.taken for i in _indices(argnums)}
@@ -54,16 +83,15 @@ class Derivative:
         places = _places(args, used, self.call)
         # Plain arithmetic would return a Python number as one, and not as an array.
         args = tuple(jnp.asarray(x) if i in used else x for i, x in enumerate(args))
-        shape = self._shape(args, kwargs)
+        shape, dtype = self._result(args, kwargs)
 
         def at(point):
             parts = [point[np.asarray(places[i])].reshape(args[i].shape) for i in used]
             parts = [part.astype(args[i].dtype) for i, part in zip(used, parts, strict=True)]
-            return jnp.ravel(of_some(ft.partial(self.fun, **kwargs), args, used)(*parts))
+            return jnp.ravel(of_some(ft.partial(self._output, **kwargs), args, used)(*parts))
 
         point = jnp.concatenate(widen([jnp.ravel(args[i]) for i in used]))
-        known, count = self.scaling and self.scaling.strategy.coords, math.prod(shape)
-        coords = self._named("coordinates in `argnums`", self.coords or known, "x", point.size)
+        coords, count = self._coords(args, used, places), math.prod(shape)
         outputs = self.outputs or (("u",) if count == 1 else None)
         outputs = self._named("outputs", outputs, "u", count)
         terms: dict[tuple, Term] = {}
@@ -78,8 +106,10 @@ class Derivative:
             # Longer names may run together, so the position tells such terms apart.
             terms[key] = Term(f"{name} {key}" if name in taken else name, *key)
             taken.add(name)
-        every = tuple(terms.values())
-        values = Evaluation(self.call, at, coords, outputs, every, (), self.scaling, None)(point)
+        every, values = tuple(terms.values()), {}
+        if every:
+            call = Evaluation(self.call, at, coords, outputs, every, (), self.scaling, None)
+            values = call(point)
 
         def tree(chosen: tuple[int, ...], left: Sequence[Argnums]) -> PyTree:
             """Returns all entries, in the structure of JAX's result."""
@@ -88,12 +118,14 @@ class Derivative:
                 return tuple(several) if isinstance(left[0], tuple) else several[0]
             entries = itertools.product(range(count), *(places[i] for i in chosen))
             found = [values[terms[output, tuple(sorted(dirs))].name] for output, *dirs in entries]
-            return jnp.stack(found).reshape(*shape, *(n for i in chosen for n in args[i].shape))
+            shape_of = *shape, *(n for i in chosen for n in args[i].shape)
+            return jnp.stack(found).reshape(shape_of) if found else jnp.zeros(shape_of, dtype)
 
         return tree((), self.taken)
 
-    def _shape(self, args: tuple, kwargs: dict) -> tuple[int, ...]:
-        out = eqx.filter_eval_shape(self.fun, *args, **kwargs)
+    def _result(self, args: tuple, kwargs: dict) -> tuple[tuple[int, ...], Any]:
+        """Returns the shape of the function's result, and the dtype of its derivatives."""
+        out = eqx.filter_eval_shape(self._output, *args, **kwargs)
         shape = getattr(out, "shape", None)
         if shape is None:
             raise TypeError(
@@ -107,9 +139,64 @@ class Derivative:
                     "`grad` differentiates a function that returns a scalar, but it returned an "
                     f"array of shape {so_far}. `jacfwd` takes arrays."
                 )
+            if scalar and jnp.issubdtype(out.dtype, jnp.complexfloating):
+                raise TypeError(
+                    "`grad` differentiates a function that returns a real number, but it returned "
+                    f"{out.dtype.name}. `jacfwd` takes complex numbers."
+                )
             axes = [np.shape(args[i]) for i in _indices(argnums)]
             so_far = (*so_far, *axes[0]) if len(axes) == 1 else (*so_far, len(axes))
-        return shape
+        return shape, jnp.promote_types(out.dtype, np.float32)
+
+    def _coords(
+        self, args: tuple, used: Sequence[int], places: dict[int, tuple[int, ...]]
+    ) -> tuple[str, ...]:
+        """Returns the names of the coordinates in the point: those that the calls give, and for
+        others those of the scaling, or numbered ones."""
+        what = "coordinates in `argnums`"
+        everything = list(itertools.chain(*(places[i] for i in used)))
+        names: dict[int, str] = {}
+        for argnums, given in zip(self.taken, self.coords, strict=True):
+            own = list(itertools.chain(*(places[i] for i in _indices(argnums))))
+            if given is None:
+                continue
+            # A call names its own coordinates, or those of all calls.
+            of = own if len(given) == len(own) else everything
+            for place, name in zip(of, self._named(what, given, "x", len(of)), strict=True):
+                if names.setdefault(place, name) != name:
+                    raise ValueError(
+                        f"`{self.call}` got the names {names[place]!r} and {name!r} for one "
+                        "coordinate."
+                    )
+        known = None if self.scaling is None else self.scaling.strategy.coords
+        if not names and known is None:
+            return self._named(what, None, "x", len(everything))
+        others = self._of_scaling(args, used, places, known) or {}
+        given = set(names.values())
+        names |= {i: name for i, name in others.items() if i not in names and name not in given}
+        found = tuple(names[i] for i in everything if i in names)
+        self._named(what, found or known, "x", len(everything))
+        return coords_of(found, self.call)
+
+    def _of_scaling(
+        self,
+        args: tuple,
+        used: Sequence[int],
+        places: dict[int, tuple[int, ...]],
+        known: tuple[str, ...] | None,
+    ) -> dict[int, str] | None:
+        """Returns the names that the scaling has for the entries of the point, if it names as many
+        coordinates as there are in the `used` arguments, or in all arguments."""
+        sizes = {
+            i: len(places[i]) if i in places else _coordinates_in(x) for i, x in enumerate(args)
+        }
+        for of in (list(used), list(range(len(args)))):
+            if known is not None and sum(sizes[i] for i in of) == len(known):
+                names = iter(known)
+                taken = {i: [next(names) for _ in range(sizes[i])] for i in of}
+                pairs = ((places[i], taken[i]) for i in used)
+                return {p: n for ps, ns in pairs for p, n in zip(ps, ns, strict=True)}
+        return None
 
     def _named(self, what: str, given: tuple[str, ...] | None, letter: str, size: int) -> Any:
         """Returns the names of coordinates or outputs: the given ones, or numbered letters."""
@@ -120,6 +207,12 @@ class Derivative:
                 ". Name each, in their order."
             )
         return names
+
+
+def _coordinates_in(x: Any) -> int:
+    """Returns the number of coordinates in an argument that is a scalar or has one axis."""
+    fits = eqx.is_array_like(x) and np.ndim(x) <= 1
+    return int(np.size(x)) if fits and jnp.issubdtype(jnp.result_type(x), jnp.floating) else 0
 
 
 def _indices(argnums: Argnums) -> tuple[int, ...]:
@@ -157,6 +250,7 @@ def _differentiate(
     scaling: Any,
     coords: Names | None,
     outputs: Names | None,
+    has_aux: bool,
 ) -> Derivative:
     check_fun(fun, call)
     check_derivatives(scaling, call)
@@ -168,15 +262,22 @@ def _differentiate(
             f"of them, but got {in_a_line(argnums)}."
         )
     taken: Argnums = tuple(int(i) for i in numbers) if several else int(numbers[0])
-    coords = None if coords is None else names_of(coords, call, "the coordinates")
+    coords = None if coords is None else coords_of(coords, call)
     outputs = None if outputs is None else names_of(outputs, call, "the outputs")
     if not isinstance(fun, Derivative):
-        fun = Derivative(fun, (), (), None, None, None, call)
-    given = {"scaling": scaling, "coords": coords, "outputs": outputs}
+        fun = Derivative(fun, (), (), (), bool(has_aux), None, None, call)
+    elif fun.has_aux != bool(has_aux):
+        raise TypeError(
+            f"`{call}` differentiates a result of `{fun.call}` that "
+            f"{'returns a pair' if fun.has_aux else 'has no `aux`'}. Pass "
+            f"`has_aux={fun.has_aux}` to both."
+        )
+    given = {"scaling": scaling, "outputs": outputs}
     return dataclasses.replace(
         fun,
         taken=(*fun.taken, taken),
         scalar=(*fun.scalar, call == "grad"),
+        coords=(*fun.coords, coords),
         call=call,
         **{name: x for name, x in given.items() if x is not None},
     )
@@ -186,6 +287,7 @@ def grad(
     fun: Callable,
     argnums: Any = 0,
     *,
+    has_aux: bool = False,
     scaling: Any = None,
     coords: Names | None = None,
     outputs: Names | None = None,
@@ -203,16 +305,19 @@ def grad(
     - `fun`: a function that returns a scalar, or a result of `grad`.
     - `argnums`: the positional arguments to differentiate in, as in [`jax.grad`][]. Each is a
         scalar or an array with one axis: the coordinates of one point.
+    - `has_aux`: whether `fun` returns a pair `(output, aux)`, as in [`jax.grad`][]. Nested calls
+        all take it, and return one `aux`.
     - `scaling`: the `derivatives` that the loss received, or `None` for no scaling.
     - `coords`: the names of the coordinates in `argnums`, in their order: a letter for each, or a
-        list. By default those of a scaling `per_direction`. If several calls take an integer each,
-        the names are in the order of the arguments.
+        list. Each of several nested calls names its own, or one of them names all, in the order of
+        the arguments. By default those of a scaling `per_direction`, if it has as many coordinates
+        as `argnums`, or as all arguments together.
     - `outputs`: the names of the outputs, for scalings that name terms; by default `u`.
 
     **Returns:**
 
     A function of the same arguments that returns the result of `jax.grad`, in float32 (float64 for
-    float64).
+    float64); with `has_aux`, a pair of this result and `aux`.
 
     **Raises:** `TypeError` for a `scaling` that is not one, `argnums` that are not positions,
     arguments with two axes or more or without a floating-point dtype, and outputs that are not
@@ -225,21 +330,22 @@ def grad(
     u_t(0.0, 1.0) - u_xx(0.0, 1.0)  # 0.0
     ```
     """
-    return _differentiate("grad", fun, argnums, scaling, coords, outputs)
+    return _differentiate("grad", fun, argnums, scaling, coords, outputs, has_aux)
 
 
 def jacfwd(
     fun: Callable,
     argnums: Any = 0,
     *,
+    has_aux: bool = False,
     scaling: Any = None,
     coords: Names | None = None,
     outputs: Names | None = None,
 ) -> Derivative:
     """Differentiates a network in its coordinates like [`jax.jacfwd`][], with scaled seeds.
 
-    It works like [`mpx_pde.derivatives.grad`][], for a function that returns an array of any shape.
-    It also replaces `jax.jacrev`, which has the same result.
+    It works like [`mpx_pde.derivatives.grad`][], for a function that returns an array of any shape,
+    real or complex.
 
     **Arguments:** as for [`mpx_pde.derivatives.grad`][].
 
@@ -249,13 +355,39 @@ def jacfwd(
 
     **Raises:** as [`mpx_pde.derivatives.grad`][].
     """
-    return _differentiate("jacfwd", fun, argnums, scaling, coords, outputs)
+    return _differentiate("jacfwd", fun, argnums, scaling, coords, outputs, has_aux)
+
+
+def jacrev(
+    fun: Callable,
+    argnums: Any = 0,
+    *,
+    has_aux: bool = False,
+    scaling: Any = None,
+    coords: Names | None = None,
+    outputs: Names | None = None,
+) -> Derivative:
+    """Differentiates a network in its coordinates like [`jax.jacrev`][], with scaled seeds.
+
+    The result is that of [`mpx_pde.derivatives.jacfwd`][], and it is evaluated in the same way: the
+    coordinates of a point are few, so that forward mode is the cheaper one.
+
+    **Arguments:** as for [`mpx_pde.derivatives.grad`][].
+
+    **Returns:**
+
+    A function of the same arguments that returns the result of `jax.jacrev`, in float32.
+
+    **Raises:** as [`mpx_pde.derivatives.grad`][].
+    """
+    return _differentiate("jacrev", fun, argnums, scaling, coords, outputs, has_aux)
 
 
 def hessian(
     fun: Callable,
     argnums: Any = 0,
     *,
+    has_aux: bool = False,
     scaling: Any = None,
     coords: Names | None = None,
     outputs: Names | None = None,
@@ -274,5 +406,5 @@ def hessian(
 
     **Raises:** as [`mpx_pde.derivatives.grad`][].
     """
-    once = _differentiate("hessian", fun, argnums, scaling, coords, outputs)
-    return _differentiate("hessian", once, argnums, scaling, coords, outputs)
+    once = _differentiate("hessian", fun, argnums, scaling, coords, outputs, has_aux)
+    return _differentiate("hessian", once, argnums, scaling, coords, outputs, has_aux)

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jax import lax
+from jaxtyping import Array, Inexact
 
 from .._cast import widen
 from .._dtypes import FLOAT16_MAX, matmul_precision
@@ -293,12 +294,13 @@ class Evaluation:
         seeds, weights = self._seeds(point.dtype), self._weights(point)
         return propagate(network, point, self._plan, seeds, weights, self._scales, note)
 
-    def __call__(self, point: Any, *others: Any) -> dict[str, Float[Array, ""]]:
+    def __call__(self, point: Any, *others: Any) -> dict[str, Inexact[Array, ""]]:
         """**Arguments:**
 
         - `point`: the coordinates, shape `[coords]`.
 
-        **Returns:** a dict from names to scalars in float32 (float64 for a float64 network).
+        **Returns:** a dict from names to scalars in float32 (float64 for a float64 network), or in
+        complex64 (complex128) for a network with complex outputs.
 
         **Raises:** `TypeError` for coordinates that are passed one by one, as `others`.
         """
@@ -338,14 +340,24 @@ class Evaluation:
         """Counts derivatives in one histogram, each at the scale of its row. A derivative counts as
         an overflow if a stream that leads to it is `lost`.
         """
-        scaling = self._scaling
-        assert scaling is not None  # it has the rows
         x = jnp.stack([found[name] for name in rows])
+        if jnp.iscomplexobj(x):
+            # The larger part is counted, with the real part.
+            real, larger = jnp.real(x), jnp.maximum(jnp.abs(jnp.real(x)), jnp.abs(jnp.imag(x)))
+            out = lax.complex(self._tapped(real, larger, rows, lost), jnp.imag(x))
+        else:
+            out = self._tapped(x, x, rows, lost)
+        return dict(zip(rows, jnp.unstack(out), strict=True))
+
+    def _tapped(self, x: Array, size: Array, rows: dict[str, int], lost: dict[str, Array]) -> Array:
+        """Returns `x`, and counts values of the same `size`, one for each of the `rows`."""
+        scaling = self._scaling
+        assert scaling is not None
         counts = jnp.stack([scaling.counts[row] for row in rows.values()])
-        seen, forward = x, _in_full()
+        seen, forward = size, _in_full()
         if scaling.active:
             shifts = scaling.strategy.shifts(scaling.exponents, [*rows.values()])
-            seen = x * power_of_two(shifts).astype(x.dtype)
+            seen = size * power_of_two(shifts).astype(x.dtype)
             if forward is not None and forward.dtype == jnp.float16:
                 # The value does not overflow, but its copy for the backward pass does.
                 beyond = jnp.abs(seen) > FLOAT16_MAX
@@ -353,7 +365,7 @@ class Evaluation:
                     no = jnp.zeros((), bool)
                     beyond = beyond | jnp.stack([lost.get(name, no) for name in rows])
                 seen = jnp.where(beyond, jnp.inf, seen)
-        return dict(zip(rows, jnp.unstack(tap(counts, x, seen)), strict=True))
+        return tap(counts, x, seen)
 
     def report(self, point: Any) -> "DerivativeReport":
         """Reports how the derivatives at a point are taken, by tracing without running anything."""

@@ -12,7 +12,14 @@ from .._dtypes import as_floating_dtype, check_integer
 from .._repr import in_a_line
 from .._tree import check_key
 from .._types import DTypeLike, Names
-from ._checks import check_factor, check_network, names_of, parse_terms, split_names
+from ._checks import (
+    check_factor,
+    check_network,
+    coords_of,
+    names_of,
+    parse_terms,
+    split_names,
+)
 from ._evaluation import Evaluation, Sum, Summand
 from ._scaling import check_derivatives
 
@@ -42,7 +49,7 @@ def partials(
     **Arguments:**
 
     - `fun`: a function of one point, an array of shape `[coords]`, that returns an array of shape
-        `[outputs]`, or a scalar if there is one output. Usually the network.
+        `[outputs]`, real or complex, or a scalar if there is one output. Usually the network.
     - `terms`: names: an output (`"u"`), or an output, an underscore and coordinates (`"u_t"`,
         `"u_xxx"`, `"u_xy"`).
     - `coords`, `outputs`: the names of the entries of the point and of the output, in their order:
@@ -55,11 +62,15 @@ def partials(
     **Returns:**
 
     A function of one point, to be mapped by `jax.vmap`, that returns a dict from the names to
-    scalars in float32 (float64 for a float64 network). Its method `report`, called with a point,
-    tells how each operation is differentiated and in which precision each product is multiplied.
+    scalars in float32 (float64 for a float64 network), or in complex64 (complex128) if the outputs
+    are complex: each term is the derivative of the real part plus i times that of the imaginary
+    part. Products of complex numbers are never rounded to half. The method `report`, called with a
+    point, tells how each operation is differentiated and in which precision each product is
+    multiplied.
 
-    **Raises:** `ValueError` for no terms at all, an unknown output or coordinate, a term named
-    twice or unknown to the scaling, and an order above that of the scaling; `TypeError` for a
+    **Raises:** `ValueError` for no terms at all, an unknown output or coordinate, names of
+    coordinates that run together (`"x"` and `"xx"`), a term named twice or unknown to the scaling,
+    and an order above that of the scaling; `TypeError` for a
     `scaling` that is not one. The function raises a `ValueError` for a point or a network output of
     another size and for an operation without derivatives.
 
@@ -102,8 +113,8 @@ def laplacian(
 
     **Returns:**
 
-    A function of one point that returns a dict of float32 scalars: `"lap_u"` for each output, and
-    `terms` by their names. Like that of [`mpx_pde.partials`][], it has a method `report`.
+    A function of one point that returns a dict of scalars, in the dtype of [`mpx_pde.partials`][]:
+    `"lap_u"` for each output, and `terms` by their names. It has a method `report`, too.
 
     **Raises:** as [`mpx_pde.partials`][], and `ValueError` for a scaling without a Laplacian.
 
@@ -155,8 +166,9 @@ def linear_operator(
 
     **Returns:**
 
-    A function of one point that returns a dict of float32 scalars: `"NAME_u"` for each operator and
-    output, and `terms` by their names.
+    A function of one point that returns a dict of scalars, in the dtype of [`mpx_pde.partials`][]:
+    `"NAME_u"` for each operator and output, and `terms` by their names. Factors are real, also for
+    complex outputs.
 
     **Raises:** as [`mpx_pde.partials`][]; `ValueError` for an operator that cannot be read or
     sampled, `TypeError` for samples without a key.
@@ -199,7 +211,7 @@ def _evaluation(
     """Builds the function that evaluates terms and operators. `draw`, if given, samples sums."""
     check_network(fun, call)
     check_derivatives(scaling, call)
-    coords = names_of(coords, call, "the coordinates")
+    coords = coords_of(coords, call)
     outputs = names_of(outputs, call, "the outputs")
     over = names_of(over, call, "the coordinates of `over`")
     unknown = [c for c in over if c not in coords]

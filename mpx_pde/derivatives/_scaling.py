@@ -17,7 +17,7 @@ from .._repr import by_name, described, in_a_line, number, skips
 from .._tree import check_flag, select_tree, with_fields
 from .._types import BoolLike, Names, PyTree
 from .._varying import varying_axes
-from ._checks import names_of, term_list
+from ._checks import coords_of, term_list
 from ._probe import COLUMNS
 from ._rules import Rule, adjusted, parse_rule, parse_special
 from ._seeds import power_of_two
@@ -123,7 +123,7 @@ class DerivativeScaling(eqx.Module):
         options.
         """
         call = "DerivativeScaling.per_direction"
-        names = names_of(coords, call, "the coordinates")
+        names = coords_of(coords, call)
         order = check_integer(order, call, "order")
         return cls(PerDirection.of(names, order, terms, call), call, **options)
 
@@ -161,7 +161,7 @@ class DerivativeScaling(eqx.Module):
         call = "DerivativeScaling.per_order"
         order = check_integer(order, call, "order")
         own = parse_special(special, call)
-        known = None if coords is None else names_of(coords, call, "the coordinates")
+        known = None if coords is None else coords_of(coords, call)
         strategy = PerOrder.of(order, tuple(own), terms, known, call)
         return cls(strategy, call, special=own, **options)
 

@@ -141,7 +141,7 @@ class AbstractStrategy(abc.ABC):
 
     def _shared_row(self, named: Sequence[str]) -> int:
         """Returns the row that counts a derivative for any output: the first with its weights,
-        which precedes those of terms. With coordinates "x" and "xx" two rows share a name.
+        which precedes those of terms.
         """
         expected = self._expected("", named)
         return [row.weights == expected for row in self.rows].index(True)

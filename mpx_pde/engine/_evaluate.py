@@ -16,11 +16,12 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.interpreters import ad
 
-from .._order import gradients_in_turn, summed_apart
+from .._order import forward_only, gradients_in_turn, summed_apart
 from ..interpret import _tables as tables
-from ..interpret._flat import Step, flatten, read
-from ..interpret._jaxpr import aval_of, in_context_of, own_bind
+from ..interpret._flat import Step, flatten, moving_from, read
+from ..interpret._jaxpr import asks_what_moves, aval_of, bodies_of, in_context_of, own_bind
 from ..interpret._lines import line_of, site_of
+from ..interpret._references import with_references_inside
 from ._containers import Containers, enters
 from ._custom import own_in_registers
 from ._known import folded, only_moves
@@ -30,7 +31,7 @@ from ._products import Product, is_biased, is_weighted, only_names
 from ._roles import Role, stage_after
 from ._rules import Rules, aligned
 from ._segments import NO_KINDS, Kinds, Part, apart_of, parts_of, roles_of, signature
-from ._streams import Jet, Storage, is_traced, tell, typed
+from ._streams import Jet, Storage, is_inexact, is_traced, tell, typed
 
 
 @jax.tree_util.register_dataclass
@@ -128,7 +129,7 @@ class Evaluator:
         Only the streams that are `asked` for are valid, by default all (see `Role`). If the jaxpr
         is the step of a loop, `carried` pairs results with the operands that they become.
         """
-        flat = flatten(closed, forward_mode=True)
+        flat = with_references_inside(flatten(closed, forward_mode=True))
         env: dict[int, Any] = {k: c.value for k, c in flat.constants.items()}
         env.update(zip(flat.inputs, operands, strict=True))
         flat = with_moments(flat, [k for k, x in env.items() if isinstance(x, Jet)])
@@ -138,7 +139,9 @@ class Evaluator:
         roles = roles_of(flat, stages, plan, asked or plan.everything, carried)
         half = self.product.halves(flat, env, roles.stage, kinds.half)
         traced = (k for k, x in env.items() if isinstance(x, Tracer))
-        roles = roles._replace(half=half, apart=apart_of(flat, roles, traced))
+        streams = [k for k, x in env.items() if isinstance(x, Jet) and x.streams]
+        moving = frozenset(moving_from(flat, streams))
+        roles = roles._replace(half=half, apart=apart_of(flat, roles, traced), moving=moving)
         _hold(env, tuple(env), roles)
         alike: dict[Hashable, Callable] = {}
         for part in parts_of(flat, roles):
@@ -241,12 +244,16 @@ class Evaluator:
             out = Containers(self.rules.plan, inner.program, loaded, **options)(eqn, operands)
             while found and self.lost:
                 self.lost(*found.popitem())
+            if name == "while":
+                why = _NO_REVERSE.format(line_of(eqn, (*self.around, *step.calls)))
+                out = [jax.tree.map(partial(_forward_only, why), x) for x in out]
             return out, name, ""
         operands = aligned(eqn, operands)
         weighted = is_weighted(eqn, operands, self.storage)
         if weighted and name == "mul":
             operands = _met_by_points(operands)
-        rule = self.rules.find(eqn, operands)
+        applies = name == "scatter" and eqn.params["update_jaxpr"] is not None
+        rule = None if applies else self.rules.find(eqn, operands)
         if rule is not None:
             if only_moves(step, operands):
                 out = folded(rule, eqn, operands, self.rules.plan)
@@ -258,10 +265,24 @@ class Evaluator:
             return out, rule.__name__.strip("_"), ""
         known = eqn.primitive in ad.primitive_jvps or name in ("custom_jvp_call", "shard_map")
         moving = [isinstance(x, Jet) and bool(x.streams) for x in operands]
-        if (name in tables.OPAQUE or not known) and any(moving):
+        if (name in tables.OPAQUE or applies or not known) and any(moving):
+            where = line_of(eqn, (*self.around, *step.calls))
+            if applies:
+                raise ValueError(
+                    f"JAX has no derivatives of `x.at[i].apply(f)`, which depends on the point at "
+                    f"{where}. Write `x.at[i].set(f(x[i]))`."
+                )
+            if name == "custom_vjp_call":
+                own_name = bodies_of(eqn)[0].jaxpr.debug_info.func_name
+                raise ValueError(
+                    f"The `custom_vjp` function `{own_name}` at {where} depends on the point, but "
+                    "what it computes has the derivative zero, and its own derivative serves "
+                    "reverse mode alone. Give it by `jax.custom_jvp`, or, for rounding whose "
+                    "derivative is that of the identity, write "
+                    "`x + jax.lax.stop_gradient(jnp.round(x) - x)`."
+                )
             raise ValueError(
-                f"There are no derivatives of the primitive {name!r} at "
-                f"{line_of(eqn, (*self.around, *step.calls))}, which "
+                f"There are no derivatives of the primitive {name!r} at {where}, which "
                 "depends on the point. Take it out of the function that is differentiated, or "
                 "put `jax.lax.stop_gradient` around its operands."
             )
@@ -271,7 +292,9 @@ class Evaluator:
             # Parameters of the solver, such as a tolerance, do not enter the derivative.
             if not any(moving[: lengths.matvec + lengths.vecmat]):
                 return self.rules.solved(own, operands, sum(lengths)), "linear", ""
-        out = self.rules.nested(own, operands)
+        asked = asks_what_moves(eqn)
+        moves = [i for i, x in enumerate(step.inputs) if asked and x in roles.moving]
+        out = self.rules.nested(own, operands, moves)
         return out, "nested", "no rule: by nested forward mode"
 
     def _multiplied(self, step: Step, operands: list[Any], roles: Role) -> tuple[list[Jet], str]:
@@ -292,6 +315,18 @@ class Evaluator:
 def _kept_of(part: Part, env: Mapping[int, Any], roles: Role) -> list[Jet]:
     """Returns what a loss may keep of a layer: the values that enter it."""
     return [env[k] for k in part.inputs if k in roles.stored and isinstance(env[k], Jet)]
+
+
+_NO_REVERSE = (
+    "Reverse-mode differentiation does not work for derivatives in the coordinates of the "
+    "`while_loop` at {}. A loss that contains them needs a loop with a bounded number of steps: "
+    "`adjoint=diffrax.DirectAdjoint()` for Diffrax, `optimistix.ImplicitAdjoint()` for Optimistix, "
+    "`kind='bounded'` for the loops of Equinox, or `jax.lax.scan`."
+)
+
+
+def _forward_only(why: str, x: Any) -> Any:
+    return forward_only(x, why) if is_traced(x) and is_inexact(x) else x
 
 
 def _hold(env: dict[int, Any], keys: Iterable[int], roles: Role) -> None:

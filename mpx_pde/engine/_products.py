@@ -198,6 +198,8 @@ def _rows(eqn: JaxprEqn, jet: Jet, weight: Any, first: bool) -> Sequence[Any]:
     if precision not in (None, (lax.Precision.HIGHEST,) * 2) or eqn.params["out_sharding"]:
         return ()
     (axes, _) = eqn.params["dimension_numbers"]
+    if not axes[0]:  # an outer product, or one by entries
+        return ()
     weight = jnp.moveaxis(weight, axes[1 if first else 0][0], 0)
     weight = cast(weight, max(dtypes, key=lambda dtype: dtype.itemsize))
     return beside(list(weight), jnp.broadcast_to(jet.primal[0], weight.shape[1:]))

@@ -2,7 +2,7 @@
 and which have no derivative."""
 
 import math
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from ..interpret import _tables as tables
-from ..interpret._flat import Flat, Step, variables
+from ..interpret._flat import Flat, Step, dependent as dependent, variables
 from ._plan import Index
 from ._streams import DEEP, FIRST, RAW, WILD, takes_derivatives
 
@@ -44,6 +44,7 @@ class Role(NamedTuple):
     - `numbers`: the masters that are numbers known while tracing.
     - `scores`: the results of products of many matrices, such as the scores of attention.
     - `near`: the variables that are not rounded when they leave a layer, see `near_numbers`.
+    - `moving`: the variables that JAX would give a tangent, although it may be zero everywhere.
     """
 
     stage: dict[int, int]
@@ -57,10 +58,11 @@ class Role(NamedTuple):
     numbers: Any = None
     scores: Collection[int] = frozenset()
     near: set[int] | frozenset[int] = frozenset()
+    moving: frozenset[int] = frozenset()
 
     def facts(self, x: int) -> tuple[Hashable, ...]:
         """Returns the facts about a variable by which layers are compared."""
-        sets = self.final, self.stored, self.still, self.half, self.scores, self.near
+        sets = self.final, self.stored, self.still, self.half, self.scores, self.near, self.moving
         number = None if self.numbers is None else as_key(self.numbers.get(x))
         return self.stage.get(x), self.asked.get(x), number, *(x in every for every in sets)
 
@@ -98,15 +100,6 @@ def is_linear(step: Step, stage: Mapping[int, int]) -> bool:
 def moving_in(step: Step, stage: Mapping[int, int]) -> list[int]:
     """Returns the positions of the operands that depend on the point."""
     return [i for i, x in enumerate(step.inputs) if x in stage]
-
-
-def dependent(flat: Flat, on: Iterable[int]) -> set[int]:
-    """Returns the variables `on`, and all variables that depend on any of them."""
-    out = set(on)
-    for step in flat.steps:
-        if not out.isdisjoint(step.variables):
-            out.update(step.outputs)
-    return out
 
 
 def still_in(flat: Flat) -> set[int]:

@@ -5,7 +5,7 @@ import dataclasses
 import functools as ft
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -136,11 +136,15 @@ class Rules:
         if name in tables.CONSTANT or not any(is_inexact(v.aval) for v in eqn.outvars):
             return self._constant
         own = {"convert_element_type": self._convert, "device_put": self._each}
-        own |= {"mul": self._mul, "div": self._div, moments_p.name: self.moments}
+        own |= {"mul": self._mul, "div": self._div, "sqrt": self._sqrt}
+        own |= {moments_p.name: self.moments}
         if name in own:
             return own[name]
         if name in tables.TOGETHER and not any(map(_is_complex, eqn.invars)):
             return self._together
+        if name == "scatter" and not eqn.params["unique_indices"]:
+            # Of several updates of one entry, all streams take the one that the value takes.
+            return self._selection
         if name in tables.LINEAR:
             return self._linear
         if name in tables.SELECTIONS and (name != "clamp" or moving == [1]):
@@ -300,6 +304,25 @@ class Rules:
                 q[key] = own * inverse
         return [Jet(primal, q)]
 
+    def _sqrt(self, eqn, operands):
+        """Returns the square root y of x. Its streams follow from x = y², order by order. Powers of
+        streams of x, as in the formula of Faà di Bruno, would overflow for a large x."""
+        (x,) = operands
+        (primal,) = bind_primals(eqn, operands)
+        inverse, y = 0.5 / primal if x.streams else None, Streams()
+
+        def terms(index):
+            for count, left, right in splits(index):
+                if left in y and right in y:
+                    yield count, y[left] * y[right]
+
+        for key in self.plan.keys:
+            less = self.gather(key, terms)
+            own = total([x.streams.get(key), None if less is None else -less])
+            if own is not None:
+                y[key] = own * inverse
+        return [Jet(primal, y)]
+
     def _div_by_shared(self, eqn, a, b):
         """Divides by a value that is broadcast. For a real result, its inverse is broadcast."""
         shape = aval_of(eqn.outvars[0]).shape
@@ -324,27 +347,38 @@ class Rules:
 
     # Equations without a rule.
 
-    def nested(self, fun: Callable[..., list], operands: Sequence[Operand]) -> list[Jet]:
+    def nested(
+        self, fun: Callable[..., list], operands: Sequence[Operand], moving: Collection[int] = ()
+    ) -> list[Jet]:
         """Returns the results of `fun`, a function of arrays, with their streams, by the formula of
         Faà di Bruno. The derivatives of `fun` along streams of the operands are taken by nested
-        forward mode."""
+        forward mode.
+
+        Operands at the positions `moving` get zeros for streams that they lack, because `fun` may
+        ask which of its operands move. The others are held fixed along streams that they lack.
+        """
         at = [i for i, x in enumerate(operands) if isinstance(x, Jet) and is_inexact(x.primal)]
         jets = [operands[i] for i in at]
         primals = [x.primal for x in jets]
-        whole = of_some(fun, list(map(primal_of, operands)), at)
-        out = whole(*primals)
+        of_jets = of_some(fun, list(map(primal_of, operands)), at)
+        out = of_jets(*primals)
         live = [i for i, x in enumerate(out) if is_inexact(x)]
 
         def function(*moved):
-            results = whole(*moved)
+            results = of_jets(*moved)
             return [results[i] for i in live]
+
+        def tangent(i: int, x: Jet, block: Index) -> Any:
+            if block in x.streams or i not in moving:
+                return x.streams.get(block)
+            return jnp.zeros(self.plan.shape(block, jnp.shape(x.primal)), x.primal.dtype)
 
         @ft.cache
         def along(*blocks: Index) -> list[Any] | None:
             """Returns a derivative of `function`; `None` if no operand has one of the streams."""
-            directions = [[x.streams.get(block) for x in jets] for block in blocks]
-            if any(all(x is None for x in tangents) for tangents in directions):
+            if any(all(block not in x.streams for x in jets) for block in blocks):
                 return None
+            directions = [list(map(tangent, at, jets, len(at) * [block])) for block in blocks]
             derivative = lambda directions: ft.reduce(_pushed, directions, function)(*primals)
             return self.plan.each(derivative, blocks[:1])(directions)
 

@@ -1,16 +1,19 @@
 """A jaxpr as one flat list of equations."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+from jax import lax
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import Sharding
 
 from . import _tables as tables
-from ._jaxpr import CALLS, OF_REVERSE_MODE, bodies_of, contains, differentiable, walk
+from ._jaxpr import CALLS, OF_REVERSE_MODE, aval_of, bodies_of, contains, differentiable, walk
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # by identity, because not all values have a hash
@@ -55,7 +58,8 @@ class Step:
     @cached_property
     def alone(self) -> bool:
         """Returns whether the equation is kept out of layers that are evaluated again."""
-        return self.holds_products or self.name in tables.ALONE
+        refers = any(contains(inner, ("new_ref",)) for inner in bodies_of(self.eqn))
+        return self.holds_products or refers or self.name in tables.ALONE
 
 
 class Flat(NamedTuple):
@@ -71,7 +75,9 @@ def flatten(closed: ClosedJaxpr, *, forward_mode: bool, sharded: bool = False) -
     """Inlines the calls of a jaxpr, and keeps the equations that its results depend on.
 
     With `forward_mode`, checkpoints and `custom_vjp` functions are inlined too, because they
-    describe reverse mode. Barriers are left out then, because they tie unrelated arrays together.
+    describe reverse mode. A function whose derivative only its backward rule knows, such as
+    rounding that passes its cotangent through, is left as it is. Barriers are left out then,
+    because they tie unrelated arrays together.
     With `sharded`, a call that names the shardings of its arrays is not inlined.
     """
     calls = CALLS | OF_REVERSE_MODE if forward_mode else CALLS
@@ -90,17 +96,52 @@ def flatten(closed: ClosedJaxpr, *, forward_mode: bool, sharded: bool = False) -
         return walk(jaxpr, own, operands, known, partial(step, around))
 
     def step(around: tuple[JaxprEqn, ...], _: int, eqn: JaxprEqn, inputs: list) -> Sequence:
-        if eqn.primitive.name in calls and not (sharded and _is_sharded(eqn)):
+        name = eqn.primitive.name
+        own = name == "custom_vjp_call" and forward_mode and _is_flat(eqn)
+        if name in calls and not own and not (sharded and _is_sharded(eqn)):
             return inline(bodies_of(eqn)[0], inputs, (*around, eqn))
-        if forward_mode and eqn.primitive.name in tables.BARRIERS:
+        if forward_mode and name in tables.BARRIERS:
             return inputs
         out = tuple(next(numbers) for _ in eqn.outvars)
+        eqn, inputs = _named(eqn, inputs)
         steps.append(Step(eqn, tuple(inputs), out, around))
         return out
 
     inputs = tuple(next(numbers) for _ in closed.jaxpr.invars)
     outputs = tuple(inline(closed, inputs))
     return Flat(needed(steps, outputs), inputs, outputs, constants)
+
+
+def _named(eqn: JaxprEqn, inputs: list) -> tuple[JaxprEqn, list]:
+    """Returns a reduction by a program that only adds, or takes the larger or smaller, as the
+    operation that JAX has for it, with its operands. JAX itself does so where it sees the number
+    that the reduction starts with, which it does not inside a trace."""
+    name, params = eqn.primitive.name, eqn.params
+    if name not in ("reduce", "reduce_window") or len(inputs) != 2:
+        return eqn, inputs
+    (x, start), program = eqn.invars, params["jaxpr"]
+    ops = [(e.primitive.name, {*e.invars}) for e in getattr(program, "jaxpr", program).eqns]
+    given = {*getattr(program, "jaxpr", program).invars}
+    known = isinstance(inputs[1], Constant) and not isinstance(inputs[1].value, Tracer)
+    if not known or len(ops) != 1 or ops[0][0] not in _MONOIDS or ops[0][1] != given:
+        return eqn, inputs
+    first = np.asarray(inputs[1].value, aval_of(start).dtype)[()]
+
+    def again(x):
+        if name == "reduce":
+            return lax.reduce(x, first, _MONOIDS[ops[0][0]], params["dimensions"])
+        names = ("window_dimensions", "window_strides", "padding", "base_dilation")
+        options = {k: params[k] for k in (*names, "window_dilation")}
+        return lax.reduce_window(x, first, _MONOIDS[ops[0][0]], **options)
+
+    found = jax.make_jaxpr(again)(x.aval).jaxpr.eqns
+    if len(found) != 1 or found[0].primitive.name == name:
+        return eqn, inputs
+    new = eqn.replace(primitive=found[0].primitive, params=found[0].params, invars=eqn.invars[:1])
+    return new, inputs[:1]
+
+
+_MONOIDS = {"add": lax.add, "max": lax.max, "min": lax.min}
 
 
 def _is_sharded(eqn: JaxprEqn) -> bool:
@@ -130,3 +171,30 @@ def read(x: int | Constant, env: Mapping[int, Any]) -> Any:
     if isinstance(x.value, int | float | complex):  # also JAX's literals, which have a dtype
         return np.asarray(x.value, x.aval.dtype)
     return x.value
+
+
+def dependent(flat: Flat, on: Iterable[int]) -> set[int]:
+    """Returns the variables `on`, and all variables that depend on any of them."""
+    out = set(on)
+    for step in flat.steps:
+        if not out.isdisjoint(step.variables):
+            out.update(step.outputs)
+    return out
+
+
+def moving_from(flat: Flat, on: Iterable[int]) -> set[int]:
+    """Returns the variables `on`, and all variables that JAX gives a tangent if these have one."""
+    out = set(on)
+    for step in flat.steps:
+        if step.name not in tables.CONSTANT and not out.isdisjoint(step.values):
+            out.update(step.outputs[i] for i in differentiable(step.eqn.outvars))
+    return out
+
+
+def _is_flat(eqn: JaxprEqn) -> bool:
+    """Returns whether a function with its own derivative computes what has none but zero: its
+    results depend on its operands only through steps, such as rounding."""
+    flat = flatten(bodies_of(eqn)[0], forward_mode=True)
+    on = [flat.inputs[i] for i in differentiable(eqn.invars)]
+    out = {x for i in differentiable(eqn.outvars) if (x := flat.outputs[i]) in dependent(flat, on)}
+    return bool(out) and out.isdisjoint(moving_from(flat, on))

@@ -85,6 +85,14 @@ def jaxprs_in(eqn: JaxprEqn) -> list[Jaxpr]:
     return list(jaxprs_in_params(eqn.params))
 
 
+def asks_what_moves(eqn: JaxprEqn) -> bool:
+    """Returns whether the derivative of an equation, or of one in it, may depend on which operands
+    have a tangent: a `custom_jvp` function with symbolic zeros."""
+    inside = (inner for jaxpr in jaxprs_in(eqn) for inner in jaxpr.eqns)
+    asks = eqn.primitive.name == "custom_jvp_call" and eqn.params.get("symbolic_zeros", True)
+    return asks or any(map(asks_what_moves, inside))
+
+
 def walk(
     jaxpr: Jaxpr,
     consts: Sequence,

@@ -176,7 +176,7 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     ("rounded_cotangent written written_in read_at_once", "linear", "program", _OURS, "stores"),
     ("add_product sum_together", "linear", "program", _OURS, ""),
     ("spread_together", "linear", "program", _OURS, "light accurate"),
-    ("beside summed_apart", "linear", "program", _OURS, ""),
+    ("beside summed_apart forward_only", "linear", "program", _OURS, ""),
     ("moments", "nested", "float32", _OURS, "sum"),
     ("any_together", "constant", "program", _OURS, ""),
     ("derivative_tap derivative_count", "nested", "program", _TAP, ""),

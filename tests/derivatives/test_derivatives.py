@@ -88,16 +88,6 @@ def test_an_output_that_does_not_depend_on_the_point_is_float32():
     assert all((d["u"] ** 2 == 90_000.0, d["u_xx"] == 0, scaling.exponents == 15))
 
 
-def test_names_of_coordinates_that_run_into_each_other():
-    """`_xx` is the second derivative in `x` as well as the first in `xx`."""
-    scaling = mpx.DerivativeScaling.per_direction(["x", "xx"], order=2).with_exponents([-3, -5])
-    given = {"coords": ["x", "xx"], "outputs": "u", "scaling": scaling}
-    terms = mpx.partials(lambda p: p[0] * p[1], ["u_xx"], **given)
-    assert terms(jnp.array([2.0, 3.0]))["u_xx"] == 2.0
-    lap = mpx.laplacian(lambda p: p[0] ** 2 * p[1], over=["x"], **given)
-    assert lap(jnp.array([2.0, 3.0]))["lap_u"] == 6.0
-
-
 def test_names_of_several_letters():
     # Options after the point are not coordinates.
     fun = lambda p, gain=1.0: gain * jnp.stack([p[0] ** 2 * p[1], p[1] ** 3])

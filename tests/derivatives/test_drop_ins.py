@@ -1,4 +1,4 @@
-"""Tests that `grad`, `jacfwd` and `hessian` match JAX's functions, with scaled seeds."""
+"""Tests that `grad`, `jacfwd`, `jacrev` and `hessian` match JAX's functions, with scaled seeds."""
 
 import equinox as eqx
 import jax
@@ -86,3 +86,60 @@ def test_numbers_of_python():
     ours = mpx.derivatives
     assert ours.grad(fun)(2.0, 3.0) == jax.grad(fun)(2.0, 3.0)
     assert ours.grad(ours.grad(fun), 1)(2.0, 3.0) == 12.0
+
+
+def test_auxiliary_results():
+    both = lambda x: (jnp.stack([x[0] ** 2 * x[1], jnp.sin(x[1])]), {"twice": 2 * x})
+    first = lambda x: (both(x)[0][0], both(x)[1])
+    point = jnp.stack([T, X])
+    for name, fun in (("grad", first), ("jacfwd", both), ("jacrev", both), ("hessian", both)):
+        ours, theirs = (getattr(where, name)(fun, has_aux=True) for where in (mpd, jax))
+        assert_same(ours, theirs, point)
+    # Nested calls return one of them.
+    cube = lambda x: (x**3, x)
+    assert mpd.grad(mpd.grad(cube, has_aux=True), has_aux=True)(1.5) == (9.0, 1.5)
+
+
+@pytest.mark.parametrize("name", ["jacfwd", "jacrev", "hessian"])
+def test_empty_outputs(name):
+    ours, theirs = (
+        getattr(where, name)(lambda x: jnp.zeros((0, 3)) * x[0]) for where in (mpd, jax)
+    )
+    got, want = ours(jnp.ones(2)), theirs(jnp.ones(2))
+    assert (got.shape, got.dtype) == (want.shape, want.dtype)
+
+
+def rows_of(taken):
+    """Returns the derivatives that a scaling counts."""
+    scaling = mpx.DerivativeScaling.per_direction("tx")
+    counts = jax.grad(lambda s: jnp.sum(taken(s)), allow_int=True)(scaling).counts
+    return {name for name, row in zip(scaling.row_names, counts, strict=True) if row.any()}
+
+
+def test_nested_calls_name_their_own_coordinates():
+    g, (q, t, x) = mpd.grad, (1.5, 0.5, 0.7)
+    fun = lambda q, t, x: q * jnp.sin(t * x**2)
+    want = jax.grad(jax.grad(fun, 1), 2)(q, t, x)
+    forms = (
+        lambda s: g(g(fun, 1, scaling=s, coords="t"), 2, scaling=s, coords="x"),
+        lambda s: g(g(fun, 2, scaling=s, coords="x"), 1, scaling=s, coords="t"),
+        lambda s: g(g(fun, 1), 2, scaling=s, coords="tx"),
+        lambda s: g(g(fun, 1), 2, scaling=s, coords="x"),
+    )
+    for form in forms:
+        scaling = mpx.DerivativeScaling.per_direction("tx")
+        np.testing.assert_allclose(form(scaling)(q, t, x), want, **CLOSE)
+        assert rows_of(lambda s, form=form: form(s)(q, t, x)) == {"_tx"}
+
+
+def test_a_scaling_names_the_argument_that_is_differentiated():
+    fun = lambda t, x: jnp.sin(t * x**2)
+    # A model is no coordinate.
+    of_model = lambda m, t, x: m["w"] * fun(t, x)
+    given = {"w": jnp.ones(3)}, 0.5, 0.7
+    for argnums, name in ((0, "_t"), (1, "_x")):
+        ours = lambda s, i=argnums: mpd.grad(fun, i, scaling=s)
+        np.testing.assert_allclose(ours(None)(0.5, 0.7), jax.grad(fun, argnums)(0.5, 0.7), **CLOSE)
+        assert rows_of(lambda s, f=ours: f(s)(0.5, 0.7)) == {name}
+        model = lambda s, i=argnums: mpd.jacfwd(of_model, i + 1, scaling=s)(*given)
+        assert rows_of(model) == {name}
