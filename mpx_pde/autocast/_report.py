@@ -162,7 +162,8 @@ class Recorder:
         if not self.mixed.governs(atom.aval):
             array = primal_of(value)
             return str(getattr(array, "dtype", type(array).__name__))
-        return self.mixed.dtype.name if name in roles.stored else "float32"
+        rounded = name in roles.stored and name not in roles.near
+        return self.mixed.dtype.name if rounded else "float32"
 
     def program(self, flat: Flat, roles: Any) -> None:
         """Records that a program was evaluated."""

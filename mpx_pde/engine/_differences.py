@@ -52,17 +52,11 @@ def wide_in(
     - `carried`: pairs of the position of a result and that of the operand that it becomes.
     """
     carried = list(carried)
-    solves = _reaching(flat, solved, carried, _solved_by)
-    # What a solve needs from before such a product is not rounded either.
-    full = lambda step: step.name not in tables.PRODUCTS or not solves.isdisjoint(step.outputs)
-    places = range(len(flat.outputs)) if outputs is None else {*outputs}
-    differences = _reaching(flat, {*places, *solved}, carried, _subtracted_by, full)
+    solves = _reaching(flat, solved, carried, _solved_by, solved=None)
+    places = {*range(len(flat.outputs))} if outputs is None else {*outputs}
+    differences = _reaching(flat, {*places, *solved}, carried, _subtracted_by, solved=solved)
     out = solves | differences | (_last(flat) if outputs is None else set())
     return Wide(solves, out)
-
-
-def _is_no_product(step: Step) -> bool:
-    return step.name not in tables.PRODUCTS
 
 
 def _reaching(
@@ -70,13 +64,17 @@ def _reaching(
     outputs: Collection[int],
     carried: Collection[tuple[int, int]],
     sinks_of: Callable[[Flat, Collection[int]], Callable[[Step], Iterable[int]]],
-    passes: Callable[[Step], bool] = _is_no_product,
+    solved: Collection[int] | None,
     numbers: Collection[int] = (),
 ) -> set[int]:
     """Returns the variables that reach the results at the positions `outputs` or the operands that
-    `sinks_of` names, through equations that `passes` accepts. Neither decisions and casts to half
-    nor sums of many terms are passed. `numbers` are operands that repeat a constant scalar."""
+    `sinks_of` names.
+
+    Decisions, casts to half, sums of many terms and products end the way there. With the positions
+    of results that are `solved` for, products that are in full because of these do not. `numbers`
+    are operands that repeat a constant scalar."""
     sinks = sinks_of(flat, numbers)
+    full = set[int]() if solved is None else _reaching(flat, solved, carried, _solved_by, None)
     made = {x: step for step in flat.steps for x in step.outputs}
     out = set(variables([x for i, x in enumerate(flat.outputs) if i in outputs]))
     for step in flat.steps:
@@ -85,12 +83,15 @@ def _reaching(
     while True:
         for step in reversed(flat.steps):
             bodies, reached = bodies_in(step.eqn), not out.isdisjoint(step.outputs)
-            if reached and not bodies and _hands_on(step) and passes(step):
+            multiplies = step.name in tables.PRODUCTS and full.isdisjoint(step.outputs)
+            if reached and not bodies and not multiplies and _hands_on(step):
                 out.update(step.values)
             places = tuple(i for i, x in enumerate(step.outputs) if x in out)
             if bodies and (key := (id(step), places)) not in inside:
                 known = [i for i, x in enumerate(step.inputs) if _is_number(x, made, numbers)]
-                inside[key] = _inside(step, bodies, places, sinks_of, known)
+                there = [i for i, x in enumerate(step.outputs) if x in full]
+                there = None if solved is None else there
+                inside[key] = _inside(step, bodies, places, sinks_of, there, known)
                 out.update(inside[key])
         more = variables([flat.outputs[i] for i, j in carried if flat.inputs[j] in out])
         if out.issuperset(more):
@@ -99,7 +100,12 @@ def _reaching(
 
 
 def _inside(
-    step: Step, bodies: Any, places: Collection[int], sinks_of: Any, known: Collection[int]
+    step: Step,
+    bodies: Any,
+    places: Collection[int],
+    sinks_of: Any,
+    solved: Collection[int] | None,
+    known: Collection[int],
 ) -> list[int]:
     """Returns the operands of an equation for which `_reaching` holds in the programs in it. The
     operands at the positions `known` repeat a constant scalar."""
@@ -109,7 +115,7 @@ def _inside(
         onward = [(i, first + i) for i in range(stop - first)]
         names = dict(enumerate(flat.inputs, start))
         numbers = {names[i] for i in known if i in names and not first <= i - start < stop}
-        reaches = _reaching(flat, places, onward, sinks_of, numbers=numbers)
+        reaches = _reaching(flat, places, onward, sinks_of, solved, numbers)
         pairs = zip(flat.inputs, step.inputs[start:], strict=False)
         found += variables([x for k, x in pairs if k in reaches])
     return found
@@ -163,7 +169,7 @@ def _subtracted_by(flat: Flat, numbers: Collection[int]) -> Callable[[Step], Ite
         x, y = step.inputs
         none = _is_centered(x, y, made) or _is_centered(y, x, made)
         none = none or _is_number(x, made, numbers) or _is_number(y, made, numbers)
-        return () if none or _is_bias(y, made, depends) else step.values
+        return () if none or _is_bias(step, made, depends) else step.values
 
     return sinks
 
@@ -180,17 +186,16 @@ def _is_number(x: Any, made: Mapping[Any, Step], numbers: Collection[int]) -> bo
     return _is_number(step.inputs[0], made, numbers)
 
 
-def _is_bias(x: Any, made: Mapping[Any, Step], depends: Collection[int]) -> bool:
-    """Returns whether an array that depends on no product is repeated along an axis, as the running
-    mean of a norm is."""
-    while x not in depends and (step := made.get(x)) is not None:
-        if step.name == "broadcast_in_dim":
-            sizes = (aval_of(v).size for v in (step.eqn.invars[0], step.eqn.outvars[0]))
-            if len({*sizes}) == 2:
-                return True
-        elif step.name not in tables.LAYOUT or len(step.inputs) != 1:
-            return False
-        x = step.inputs[0]
+def _is_bias(step: Step, made: Mapping[Any, Step], depends: Collection[int]) -> bool:
+    """Returns whether an equation subtracts an array that depends on no product and is repeated
+    along an axis, as the running mean of a norm is."""
+    x, size = step.inputs[1], aval_of(step.eqn.outvars[0]).size
+    smaller = aval_of(step.eqn.invars[1]).size != size
+    while x not in depends:
+        before = made.get(x)
+        if smaller or before is None or before.name not in tables.LAYOUT:
+            return smaller
+        x, smaller = before.inputs[0], aval_of(before.eqn.invars[0]).size != size
     return False
 
 
@@ -205,9 +210,9 @@ def _is_centered(x: Any, y: Any, made: Mapping[Any, Step]) -> bool:
     own = _behind([x], made, _MOVED)
     for k in _behind([y], made, _SCALED):
         step = made.get(k)
-        if step is not None and step.name in tables.SUMS and step.name != "cumsum":
-            if not own.isdisjoint(_behind(step.variables, made, _MOVED)):
-                return True
+        reduces = step is not None and step.name in tables.SUMS
+        if reduces and not own.isdisjoint(_behind(step.variables, made, _MOVED)):
+            return True
     return False
 
 

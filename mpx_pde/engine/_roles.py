@@ -59,7 +59,9 @@ class Role(NamedTuple):
         The next three attributes are for this case.
     - `numbers`: the masters that are numbers known while tracing.
     - `scores`: the results of products of many matrices, such as the scores of attention.
-    - `near`: the variables that are not rounded when they leave a layer, see `near_numbers`.
+    - `near`: the variables that are not rounded when they leave a layer, see `near_numbers` and
+        `wide_in`.
+    - `solved`: the variables that reach a factorization or a solve, see `wide_in`.
     - `entering`: the variables that enter layers in half, where they are checked for overflow.
     """
 
@@ -77,6 +79,7 @@ class Role(NamedTuple):
     numbers: Any = None
     scores: Collection[int] = frozenset()
     near: set[int] | frozenset[int] = frozenset()
+    solved: set[int] | frozenset[int] = frozenset()
     entering: set[int] | frozenset[int] = frozenset()
 
     def is_data(self, step: Step) -> bool:
