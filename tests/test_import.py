@@ -40,7 +40,7 @@ ORDER = [
     ["autocast", "derivatives", "ranges"],
     ["second_order", "training"],
     ["nn"],
-    ["contrib"],
+    ["check", "contrib"],
     ["__init__"],
 ]
 
