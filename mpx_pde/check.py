@@ -72,7 +72,7 @@ def on_device(fun: Callable, *args: Any) -> Any:
 
 
 def on_host(fun: Callable, *args: Any) -> Any:
-    """Runs a function in float64 on the host, if JAX has its CPU there, and returns NumPy arrays."""
+    """Runs a function in float64 on the host, if JAX has its CPU there. Returns NumPy arrays."""
     try:
         place: Any = jax.default_device(jax.local_devices(backend="cpu")[0])
     except RuntimeError:  # JAX_PLATFORMS leaves the CPU out
