@@ -248,8 +248,9 @@ def _step_error(
     """Returns the error of a loss and of its gradient; infinity if they are not finite. `exact`
     returns both in float64."""
     scaling = DynamicLossScaling(2.0**8) if way.half == "float16" else NoOpLossScaling()
-    options = {"keep_full": (False, True)} if "use_mixed_precision" not in way.options else {}
-    options |= way.options
+    options: dict[str, Any] = {**way.options}
+    if "use_mixed_precision" not in options:
+        options["keep_full"] = (False, True)
     with half_precision(way.half):
         gradient = filter_value_and_grad(loss, scaling, **options)
         value, _, finite, grads = on_device(gradient, model, batch)

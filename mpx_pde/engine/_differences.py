@@ -210,8 +210,8 @@ def _is_centered(x: Any, y: Any, made: Mapping[Any, Step]) -> bool:
     own = _behind([x], made, _MOVED)
     for k in _behind([y], made, _SCALED):
         step = made.get(k)
-        reduces = step is not None and step.name in tables.SUMS
-        if reduces and not own.isdisjoint(_behind(step.variables, made, _MOVED)):
+        reduced = step.variables if step is not None and step.name in tables.SUMS else ()
+        if not own.isdisjoint(_behind(reduced, made, _MOVED)):
             return True
     return False
 

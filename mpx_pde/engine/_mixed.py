@@ -148,8 +148,8 @@ class Mixed:
         near -= summed_in(flat, stage)
         if self.algorithm is None:
             near |= wide.unrounded
-        facts = {"scores": scores, "near": near, "solved": wide.solved}
-        return Role(stage, final, stored, {}, rules=rules, numbers={}, **facts)
+        roles = Role(stage, final, stored, {}, rules=rules, numbers={}, scores=scores)
+        return roles._replace(near=near, solved=wide.solved)
 
     def governs(self, aval: Any) -> bool:
         """Returns whether a value is float32 or half in the program. All others (integers, bools,
@@ -286,7 +286,7 @@ class Mixed:
         if rule.name == "own":
             return own_bind(eqn, typed(eqn, values))
         if eqn.primitive.name in tables.PRODUCTS:
-            out_dtype = FULL if step.outputs[0] in roles.near else half
+            out_dtype = FULL if step.outputs[0] in roles.near else self.dtype
             return self._product(eqn, rule.name, operands, out_dtype)
         if not roles.stage.keys() & set(step.outputs) and step.outputs:
             return values if rule.name == "convert" else own_bind(eqn, values)
