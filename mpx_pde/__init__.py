@@ -38,6 +38,7 @@ from ._loss_scaling import (
     StaticLossScaling as StaticLossScaling,
     scaled as scaled,
 )
+from ._plain import plain as plain
 from ._refined import refined as refined
 from ._tree import all_finite as all_finite, global_norm as global_norm, select_tree as select_tree
 from .autocast import AutocastReport as AutocastReport, autocast as autocast

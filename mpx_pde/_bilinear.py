@@ -15,6 +15,7 @@ from jax.interpreters import ad, mlir, xla
 from jaxtyping import Array
 
 from ._dtypes import as_floating_dtype, full_precision_asked, wide
+from ._in_jax import IN_JAX
 from ._varying import match_varying_axes
 
 
@@ -128,6 +129,7 @@ def define_product(primitive, plain, evaluate: Callable, *transposes: Callable) 
         ]
         return bilinear(primals, tangents, **params)
 
+    IN_JAX[primitive] = partial(evaluate, platform=None)
     primitive.def_abstract_eval(abstract_eval)
     # Compiled once for each set of parameters and types, like JAX's own operations.
     primitive.def_impl(partial(xla.apply_primitive, primitive))

@@ -109,7 +109,7 @@ def _sums_over_rows(x, y, dimension_numbers) -> bool:
     return len(contracted[0]) > 1 and last(x, contracted[0]) and last(y, contracted[1])
 
 
-def _as_matrix(z, axes) -> tuple[Any, int, tuple[int, ...]] | None:
+def _as_matrix(z, axes) -> tuple[Any, int, tuple[Any, ...]] | None:
     """Reshapes an array to a matrix if `axes`, in order, are its first or its last ones. Returns
     the matrix, the one of its two axes that replaces `axes`, and the sizes of the other axes.
     Returns `None` otherwise."""
@@ -121,7 +121,7 @@ def _as_matrix(z, axes) -> tuple[Any, int, tuple[int, ...]] | None:
     return None
 
 
-def _as_matrices(x, y, dimension_numbers) -> tuple[Any, Any, Any, tuple[int, ...] | None]:
+def _as_matrices(x, y, dimension_numbers) -> tuple[Any, Any, Any, tuple[Any, ...] | None]:
     """Reshapes two operands to matrices if their contracted axes are together at one end. Returns
     the matrices, their dimension numbers, and the shape of the product. Returns other operands and
     their dimension numbers unchanged, and `None`.

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from ._forward import in_full_forward
+from ._in_jax import IN_JAX
 from ._varying import match_varying_axes
 
 
@@ -232,6 +233,7 @@ def _identity(x, *_, **__):
 
 def lower(primitive: Primitive, function: Callable, **on: Callable) -> None:
     """Defines how a primitive is lowered. `on` holds the functions for individual platforms."""
+    IN_JAX.setdefault(primitive, function)
     for platform, lowered in {None: function, **on}.items():
         lowering = mlir.lower_fun(lowered, multiple_results=primitive.multiple_results)
         mlir.register_lowering(primitive, lowering, platform=platform)
@@ -247,6 +249,7 @@ def _define_identity(
     def batch(args, dims, **params):
         return primitive.bind(*args, **params), dims[0]
 
+    IN_JAX[primitive] = _identity
     primitive.def_impl(_identity)
     primitive.def_abstract_eval(_identity)
     ad.deflinear2(primitive, lambda cotangent, _, **params: [of_cotangent(cotangent, **params)])
@@ -267,6 +270,7 @@ batching.primitive_batchers[_shared_p] = lambda args, dims, *, count: (
 )
 
 
+IN_JAX[_in_turn_p] = lambda *xs: list(xs)
 _in_turn_p.def_impl(jax.jit(_barrier))
 _in_turn_p.def_abstract_eval(lambda *xs: list(xs))
 ad.primitive_jvps[_in_turn_p] = lambda xs, tangents: (

@@ -23,7 +23,11 @@ from jax import lax
 from ._conv import mixed_conv_general_dilated_p
 from ._dot import mixed_dot_general_p
 from ._split import SPLIT_PRODUCTS
+from .interpret._precision_report import warn_user
 
+
+_OFFLOADS_WRONGLY = "0.11.0"
+"""The version of JAX with which a GPU reads offloaded residuals of a loop wrongly."""
 
 _PLAIN = {
     mixed_dot_general_p: lax.dot_general_p,
@@ -72,12 +76,22 @@ dots_with_no_batch_dims_saveable = translate(
 def offload_dot_with_no_batch_dims(offload_src: str, offload_dst: str) -> Callable:
     """Keeps the same results as `dots_with_no_batch_dims_saveable`, in another memory.
 
+    With JAX 0.11.0 on a GPU the gradient of a `scan` whose residuals are offloaded is wrong (XLA
+    issue 46231). There this is a [`mpx_pde.PrecisionWarning`][].
+
     **Arguments:**
 
     - `offload_src`, `offload_dst`: kinds of memory, such as `"device"` and `"pinned_host"`.
 
     **Returns:** a policy.
     """
+    if jax.__version__ == _OFFLOADS_WRONGLY and jax.default_backend() == "gpu":
+        warn_user(
+            "`offload_dot_with_no_batch_dims`: with JAX 0.11.0 on a GPU the gradient of a "
+            "`jax.lax.scan` whose residuals are offloaded is wrong (XLA issue 46231). Use another "
+            "version of JAX, or keep the results on the device by "
+            "`dots_with_no_batch_dims_saveable`."
+        )
     return translate(
         jax.checkpoint_policies.offload_dot_with_no_batch_dims(offload_src, offload_dst)
     )

@@ -1,6 +1,7 @@
 """Tests that a mixed product is kept for the backward pass whenever a plain one is."""
 
 import functools as ft
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +75,21 @@ def test_the_policies_are_those_of_jax():
         plain = lambda w, x: jnp.tanh(x @ w)
         theirs = count(jax.checkpoint(plain, policy=getattr(OURS, name)), w, x)
         assert theirs == count(plain, w, x)
+
+
+@pytest.mark.parametrize(
+    ("version", "backend", "told"),
+    [("0.11.0", "gpu", True), ("0.11.0", "cpu", False), ("0.11.1", "gpu", False)],
+)
+def test_offloading_warns_where_its_gradients_are_wrong(monkeypatch, version, backend, told):
+    monkeypatch.setattr(jax, "__version__", version)
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        OURS.offload_dot_with_no_batch_dims("device", "pinned_host")
+    messages = [str(w.message) for w in caught if w.category is mpx.PrecisionWarning]
+    assert [m for m in messages if "scan" in m] == messages
+    assert len(messages) == told
 
 
 def test_offloading_is_asked_for_mixed_products():

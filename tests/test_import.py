@@ -28,19 +28,19 @@ TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 
 # Each module imports only from modules before it. A package is one unit.
 ORDER = [
-    ["_repr", "_types"],
+    ["_in_jax", "_repr", "_types"],
     ["_dtypes", "_notes", "_split", "_varying", "_wrapper"],
     ["_forward"],
     ["_bilinear", "_cast", "_order"],
     ["interpret"],
-    ["_derivative_of", "_dot", "_refined", "_replay", "_tree"],
+    ["_derivative_of", "_dot", "_plain", "_refined", "_replay", "_tree"],
     ["_conv", "_einsum", "_loss_scaling"],
     ["checkpoint_policies"],
     ["engine"],
     ["autocast", "derivatives", "ranges"],
     ["second_order", "training"],
     ["nn"],
-    ["contrib"],
+    ["check", "contrib"],
     ["__init__"],
 ]
 

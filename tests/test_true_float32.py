@@ -143,13 +143,14 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 
 
-def test_tf32_in_derivative_terms_is_told(on_a_gpu):
+@pytest.mark.parametrize("setting", ["tensorfloat32", "TF32_TF32_F32"])
+def test_tf32_in_derivative_terms_is_told(on_a_gpu, setting):
     def loss(model):
         return pde(model, POINTS)
 
     jax.eval_shape(lambda: loss(MODEL))  # by default the engine takes the highest precision
     told = pytest.warns(mpx.PrecisionWarning, match=r"`partials`: derivative terms .*TF32")
-    with jax.default_matmul_precision("tensorfloat32"), told:
+    with jax.default_matmul_precision(setting), told:
         jax.eval_shape(lambda: loss(MODEL))
     with jax.default_matmul_precision("highest"):
         jax.eval_shape(lambda: loss(MODEL))

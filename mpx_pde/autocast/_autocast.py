@@ -154,7 +154,9 @@ def autocast(
     - *Matrix products and convolutions* go through [`mpx_pde.mixed_dot_general`][] and
         [`mpx_pde.mixed_conv_general_dilated`][]: half × half with float32 accumulation, here and
         in every derivative. A product for which `fun` asks more than the default precision (as
-        [`mpx_pde.force_full_precision`][] does) is left alone.
+        [`mpx_pde.force_full_precision`][] does) is left alone. The float32 sum is rounded where it
+        is kept or enters the next product. It is used as it is up to a difference, and at the end
+        of the function. A product whose result goes into a factorization or a solve is in full.
     - *Everything between products* is computed in float32, and evaluated again in the backward pass
         where it reads halves. Its result is stored in half precision if one of its operands was;
         parameters, inputs and constants take the dtype of computed values. Results of sums,

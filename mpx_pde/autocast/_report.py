@@ -85,6 +85,10 @@ class AutocastReport:
         return "\n".join(lines)
 
 
+_PASSING = tables.FOLLOWING | tables.SUMS | {"convert_element_type"}
+"""Operations whose results are as large as their operands, or larger."""
+
+
 class Recorder:
     """Collects operations while a program is evaluated."""
 
@@ -123,7 +127,7 @@ class Recorder:
             self.asked.update((key(x), inside or by) for x, inside in pairs)
             return
         line = line_of(eqn, around)
-        by = by if eqn.primitive.name in tables.FOLLOWING else None
+        by = by if eqn.primitive.name in _PASSING else None
         by = f"`{eqn.primitive.name}` at {line}" if rule.asked else by
         self.asked.update((key(x), by) for x in step.outputs)
         for x in eqn.outvars:
@@ -158,7 +162,8 @@ class Recorder:
         if not self.mixed.governs(atom.aval):
             array = primal_of(value)
             return str(getattr(array, "dtype", type(array).__name__))
-        return self.mixed.dtype.name if name in roles.stored else "float32"
+        rounded = name in roles.stored and name not in roles.near
+        return self.mixed.dtype.name if rounded else "float32"
 
     def program(self, flat: Flat, roles: Any) -> None:
         """Records that a program was evaluated."""

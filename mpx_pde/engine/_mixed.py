@@ -27,6 +27,7 @@ from ..interpret._lines import source_of
 from ..interpret._products import asks_for_more, says_its_dtype
 from ._containers import Containers, enters
 from ._custom import own_in_registers
+from ._differences import Wide, wide_in
 from ._moments import moments_p, with_moments
 from ._near import near_numbers, summed_in
 from ._plan import Plan
@@ -101,7 +102,8 @@ class Mixed:
         self,
         closed: ClosedJaxpr,
         operands: Sequence[Any],
-        near: Sequence[int] = (),
+        near: Sequence[int] | None = None,
+        solved: Sequence[int] = (),
         carried: Sequence[tuple[int, int]] | None = None,
         **_: Any,
     ) -> list[Any]:
@@ -111,8 +113,9 @@ class Mixed:
         if self.listener is None:
             # A listener overrides and reports the program as it is.
             flat = with_moments(flat, env)
-        around = near_numbers(flat, near, carried or ())
-        roles = self._roles(flat, env, around)
+        rounds = near_numbers(flat, near or (), carried or ())
+        wide = wide_in(flat, near, solved, carried or ())
+        roles = self._roles(flat, env, rounds, wide)
         alike: dict[Hashable, Callable] = {}
         for part in parts_of(flat, roles):
             run = self._equation if part.alone else self._layer
@@ -121,8 +124,9 @@ class Mixed:
             self.listener.program(flat, roles)
         return [read(x, env) for x in flat.outputs]
 
-    def _roles(self, flat: Flat, env: Mapping[int, Any], near: set[int]) -> Role:
-        """Returns the roles of variables, given those that are `near` a number (`near_numbers`).
+    def _roles(self, flat: Flat, env: Mapping[int, Any], near: set[int], wide: Wide) -> Role:
+        """Returns the roles of variables, given those that are `near` a number (`near_numbers`),
+        and those that are `wide` because of what follows (`wide_in`).
         `stored` holds halves, and computed values that only half products read; the evaluation adds
         the others. `final` holds the variables that must not be stored in half."""
         rules = {id(s): self._rule(s.eqn, (*self.around, *s.calls)) for s in flat.steps}
@@ -133,14 +137,19 @@ class Mixed:
                 wild = self.dtype == np.float16 and is_wild(step, stage)
                 stage.update(dict.fromkeys(step.outputs, WILD if wild else DEEP))
             if any(stage.get(x) == WILD for x in step.variables):
-                rules[id(step)] = _of_derivatives(rules[id(step)])
+                rules[id(step)] = _instead_of_halves(step, rules[id(step)], _OF_DERIVATIVES)
+            if not wide.solved.isdisjoint(step.outputs):
+                rules[id(step)] = _instead_of_halves(step, rules[id(step)], _INTO_A_SOLVE)
         stored = {k for k, x in env.items() if self._is_half(x)}
         if self.algorithm is None:
             outputs, is_half = variables(flat.outputs), lambda s: rules[id(s)].name == "product"
             stored |= stage.keys() & multiplied_only(flat.steps, outputs, is_half, tables.LAYOUT)
         final, scores = _in_full(flat, bool(self.around)), _scores(flat)
         near -= summed_in(flat, stage)
-        return Role(stage, final, stored, {}, rules=rules, numbers={}, scores=scores, near=near)
+        if self.algorithm is None:
+            near |= wide.unrounded
+        roles = Role(stage, final, stored, {}, rules=rules, numbers={}, scores=scores)
+        return roles._replace(near=near, solved=wide.solved)
 
     def governs(self, aval: Any) -> bool:
         """Returns whether a value is float32 or half in the program. All others (integers, bools,
@@ -167,10 +176,13 @@ class Mixed:
             return Rule("product" if name in tables.JAX_PRODUCTS else "half", f"half={half!r}")
         return rule
 
-    def _product(self, eqn: JaxprEqn, rule: str, operands: Sequence[Any]) -> list:
+    def _product(
+        self, eqn: JaxprEqn, rule: str, operands: Sequence[Any], out_dtype: np.dtype
+    ) -> list:
         """Returns the results of a product of masters (arrays) and jets. A half product rounds a
         master inside, so its cotangent stays in float32. A jet is rounded before the product, so
-        the backward pass keeps it in half."""
+        the backward pass keeps it in half. The result of a half product is in `out_dtype`, unless
+        the program names another one."""
         values = list(map(primal_of, operands))
         if rule == "mixed" and not gives_way(eqn):
             return own_bind(eqn, values)
@@ -182,7 +194,7 @@ class Mixed:
         if rule == "full":
             return full_product(eqn, arrays)
         if self.algorithm is None:
-            return [half_product(eqn, arrays, self.dtype)]
+            return [half_product(eqn, arrays, self.dtype, out_dtype)]
         return [split_product(eqn, arrays, self.algorithm)]
 
     def _fits(self, number: Any) -> bool:
@@ -200,7 +212,9 @@ class Mixed:
         values = [env[x] for x in part.inputs]
         traced, known = eqx.partition(values, is_traced)
         alone = self.listener or not roles.stage.keys() >= set(part.outputs)
-        again = part.checkpointed and any(map(self._is_half, values))
+        pairs = zip(part.inputs, values, strict=True)
+        kept = any(self._is_half(x) or (isinstance(x, Jet) and k in roles.near) for k, x in pairs)
+        again = part.checkpointed and kept
         pairs = zip(part.inputs, values, strict=True)
         scores = {k for k, x in pairs if again and k in roles.scores and self._is_half(x)}
         key = object() if alone else signature(part, roles, values)
@@ -252,6 +266,9 @@ class Mixed:
         for k, x in zip(step.outputs, out, strict=True):
             env[k] = Jet(primal_of(x), {}, roles.stage[k]) if k in roles.stage else x
         roles.stored.update(k for k in step.outputs if self._is_half(env[k]))
+        if step.name in tables.PRODUCTS and roles.rules[id(step)].name == "product":
+            # What follows from it may be stored in half, even where this result is not rounded.
+            roles.stored.update(step.outputs)
         if self.listener is not None:
             results = [env[k] for k in step.outputs]
             self.listener.operation(step, around, operands, results, roles)
@@ -262,13 +279,15 @@ class Mixed:
         if enters(eqn, True, mixed=True) and self._concerns(eqn, operands):
             inner = dataclasses.replace(self, around=(*self.around, *step.calls, eqn))
             near = [i for i, x in enumerate(step.outputs) if x in roles.near]
-            program = partial(inner.program, near=near)
+            solved = [i for i, x in enumerate(step.outputs) if x in roles.solved]
+            program = partial(inner.program, near=near, solved=solved)
             enter = Containers(Plan(()), program, self.storage.loaded, mixed=True)
             return enter(eqn, operands)
         if rule.name == "own":
             return own_bind(eqn, typed(eqn, values))
         if eqn.primitive.name in tables.PRODUCTS:
-            return self._product(eqn, rule.name, operands)
+            out_dtype = FULL if step.outputs[0] in roles.near else self.dtype
+            return self._product(eqn, rule.name, operands, out_dtype)
         if not roles.stage.keys() & set(step.outputs) and step.outputs:
             return values if rule.name == "convert" else own_bind(eqn, values)
         stored = bool(step.outputs) and (roles.stored - roles.near).issuperset(step.outputs)
@@ -362,13 +381,17 @@ _RULES = {"half": "product", "itself": "mixed", "float32": "full", "operands": "
 """The names of rules, by the precision of an operation in the table."""
 
 
-def _of_derivatives(rule: Rule) -> Rule:
-    """Returns the rule for an operation on derivatives, given its rule for other values."""
-    if rule.name != "product" or rule.reason.startswith("half="):
+_OF_DERIVATIVES = "multiplies derivatives, which have no scales any more"
+_INTO_A_SOLVE = "its result goes into a factorization or a solve, which magnifies errors"
+
+
+def _instead_of_halves(step: Step, rule: Rule, reason: str) -> Rule:
+    """Returns the rule for a product that is in full for a `reason`, given its rule for other
+    values. Overrides and products that name their dtype keep theirs."""
+    open = rule.name == "product" or (rule.name == "mixed" and gives_way(step.eqn))
+    if not open or rule.reason.startswith("half="):
         return rule
-    return rule._replace(
-        name="full", reason="multiplies derivatives, which have no scales any more"
-    )
+    return rule._replace(name="full", reason=reason)
 
 
 def rule_of(eqn: JaxprEqn) -> Rule:

@@ -63,7 +63,7 @@ def _near_inside(step: Step, places: Collection[int]) -> list[int]:
     """Returns the operands of an equation that count in the programs it holds (`near_numbers`), if
     its results at `places` count."""
     found: list[int] = []
-    for body, start, (first, stop) in bodies_entered(step.eqn) or _whole_bodies(step.eqn):
+    for body, start, (first, stop) in bodies_in(step.eqn):
         flat = flatten(body, forward_mode=True)
         inside = near_numbers(flat, places, ((i, first + i) for i in range(stop - first)))
         pairs = zip(flat.inputs, step.inputs[start:], strict=False)
@@ -102,6 +102,11 @@ def _leaves_little(step: Step, numbers: Mapping[int, float], positive: Collectio
     near = any(not abs(x) < _LEAST for x in known)
     others = step.values - numbers.keys()
     return near and not (step.name == "add" and others <= {*positive} and min(known) > 0)
+
+
+def bodies_in(eqn: JaxprEqn) -> list[tuple[ClosedJaxpr, int, tuple[int, int]]]:
+    """Returns the programs in any equation, as `bodies_entered` does."""
+    return bodies_entered(eqn) or _whole_bodies(eqn)
 
 
 def _whole_bodies(eqn: JaxprEqn) -> list[tuple[ClosedJaxpr, int, tuple[int, int]]]:

@@ -307,15 +307,16 @@ def gives_way(eqn: JaxprEqn) -> bool:
     return eqn.params["dtype"] == FULL and not says_its_dtype(eqn)
 
 
-def half_product(eqn: JaxprEqn, arrays: Sequence[Any], dtype: np.dtype) -> Any:
-    """Returns a product of halves, accumulated in float32."""
+def half_product(eqn: JaxprEqn, arrays: Sequence[Any], dtype: np.dtype, out_dtype: np.dtype) -> Any:
+    """Returns a product of halves, accumulated in float32 and returned in `out_dtype`, unless the
+    program names another dtype."""
     if eqn.primitive.name in tables.MIXED:
         given = eqn.params.get("given", Given())
-        out_dtype = eqn.params["out_dtype"] if given.out_dtype else dtype
+        out_dtype = eqn.params["out_dtype"] if given.out_dtype else out_dtype
     else:
         # A program that multiplies halves into float32 gets float32.
         widens = aval_of(eqn.invars[0]).dtype == dtype and aval_of(eqn.outvars[0]).dtype == FULL
-        out_dtype = FULL if widens else dtype
+        out_dtype = FULL if widens else out_dtype
     return _mixed(eqn, dtype, out_dtype, given=Given())(*arrays)
 
 

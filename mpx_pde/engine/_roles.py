@@ -43,8 +43,10 @@ class Role(NamedTuple):
         The next three attributes are for this case.
     - `numbers`: the masters that are numbers known while tracing.
     - `scores`: the results of products of many matrices, such as the scores of attention.
-    - `near`: the variables that are not rounded when they leave a layer, see `near_numbers`.
+    - `near`: the variables that are not rounded when they leave a layer, see `near_numbers` and
+        `wide_in`.
     - `moving`: the variables that JAX would give a tangent, although it may be zero everywhere.
+    - `solved`: the variables that reach a factorization or a solve, see `wide_in`.
     """
 
     stage: dict[int, int]
@@ -59,6 +61,7 @@ class Role(NamedTuple):
     scores: Collection[int] = frozenset()
     near: set[int] | frozenset[int] = frozenset()
     moving: frozenset[int] = frozenset()
+    solved: set[int] | frozenset[int] = frozenset()
 
     def facts(self, x: int) -> tuple[Hashable, ...]:
         """Returns the facts about a variable by which layers are compared."""

@@ -248,11 +248,15 @@ def checked(
     )
 
 
+_LOW = ("DEFAULT", "TF32_TF32_F32", "BF16_BF16_F32", "BF16_BF16_BF16")
+"""Names of JAX's presets that are not more precise than TF32, for float32 arrays."""
+
+
 def tensorfloat32_by_default() -> bool:
     """Returns whether products of float32 arrays without a precision are taken in TF32 (on a GPU)
     or bfloat16 (on a TPU).
     """
-    low = matmul_precision() in (None, "default", "high", "bfloat16", "tensorfloat32")
+    low = matmul_precision() in (None, "default", "high", "bfloat16", "tensorfloat32", *_LOW)
     return low and jax.default_backend() in ("gpu", "tpu")
 
 

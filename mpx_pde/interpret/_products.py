@@ -35,8 +35,8 @@ class ProductRow:
     - `dtype`: the multiplied dtype, such as `"float16"`; for split products the algorithm.
     - `out_dtype`: the dtype of the result.
     - `tensorfloat32`: whether they are products of float32 (or complex64) arrays that a GPU
-        multiplies in TF32 and a TPU in bfloat16, since the program does not request the highest
-        precision. A CPU multiplies them in float32.
+        multiplies in TF32 and a TPU in bfloat16, since the program requests TF32 or does not
+        request the highest precision. A CPU multiplies them in float32.
     - `inside`: whether they are inside of a `jax.custom_vjp` that is called on the line. JAX does
         not know the lines of a backward rule.
     - `backward`: whether they belong to the backward pass of a gradient in the program.
@@ -91,6 +91,7 @@ def asks_for_more(eqn: JaxprEqn) -> bool:
     return any(p not in _DEFAULT for p in _precisions(eqn))
 
 
+_TF32 = lax.DotAlgorithmPreset.TF32_TF32_F32
 _DEFAULT = (None, lax.Precision.DEFAULT, lax.DotAlgorithmPreset.DEFAULT)
 
 
@@ -119,13 +120,15 @@ def _multiplied(eqn: JaxprEqn) -> str:
 
 def _tensorfloat32(eqn: JaxprEqn) -> bool:
     """Returns whether a product of float32 or complex64 arrays requests less than the highest
-    precision. The library's own products do not.
+    precision, or TF32 by name. Among the library's own products only those in TF32 do.
     """
     dtypes = {aval_of(v).dtype.name for v in eqn.invars[:2]}
-    wide = dtypes & {"float32", "complex64"} and dtypes <= {"complex64", "float32", *_HALVES}
+    if not (dtypes & {"float32", "complex64"} and dtypes <= {"complex64", "float32", *_HALVES}):
+        return False
+    if eqn.primitive.name in MIXED:
+        return SPLIT_PRODUCTS.get(eqn.params.get("algorithm") or "") is _TF32
     # `HIGH` is less than the highest precision, too.
-    low = all(p in (*_DEFAULT, lax.Precision.HIGH) for p in _precisions(eqn))
-    return bool(wide) and low and eqn.primitive.name not in MIXED
+    return all(p in (*_DEFAULT, lax.Precision.HIGH, _TF32) for p in _precisions(eqn))
 
 
 def _number(sizes: Iterable[Any]) -> int:

@@ -53,6 +53,7 @@ _SHOWS = "shows values as the program has them"
 _MAKES = "makes its own values"
 _UPDATE = "carries the program of its step"
 _FACTORS = "a factorization"
+_SOLVES = "a solve"
 _HOST = "the host's function is written for the program's dtypes"
 _KERNEL = "a kernel is written for the program's dtypes"
 _REFERENCE = "a reference has the dtype that the program gives it"
@@ -160,9 +161,10 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     ("scatter scatter-add scatter-sub", "linear", "program", _UPDATE, ""),
     ("scatter-mul scatter-min scatter-max reduce reduce_window", "nested", "program", _UPDATE, ""),
     ("select_and_gather_add", "nested", "program", "packs pairs of float32", ""),
-    ("cholesky householder_product", "nested", "program", _FACTORS, ""),
-    ("lu qr geqrf svd eig eigh schur", "nested", "program", _FACTORS, "ambiguous"),
-    ("triangular_solve tridiagonal_solve custom_linear_solve", "nested", "program", "a solve", ""),
+    ("cholesky householder_product", "nested", "program", _FACTORS, "solves"),
+    ("lu qr geqrf svd eig eigh schur", "nested", "program", _FACTORS, "ambiguous solves"),
+    ("triangular_solve tridiagonal_solve", "nested", "program", _SOLVES, "solves"),
+    ("custom_linear_solve", "nested", "program", _SOLVES, "solves"),
     ("custom_pullback", "nested", "program", _PULLED, ""),
     ("device_put", "linear", "program", "moves values between devices", ""),
     ("optimization_barrier in_turn", "linear", "program", _FIXES, "barrier"),
@@ -318,6 +320,10 @@ COMPARISONS = _with("comparison")
 AMBIGUOUS = _with("ambiguous")
 """Operations with several possible results, such as vectors up to their signs. Rounded operands may
 give another result, so they are in no layer that is evaluated again at these."""
+
+SOLVES = _with("solves")
+"""Factorizations and solves. They magnify errors of their operands, so a product whose result goes
+into one is computed in full."""
 
 WHOLE = _with("whole")
 """Functions that round to whole numbers."""

@@ -8,6 +8,7 @@ function*).
 
 import dataclasses
 import functools as ft
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -53,10 +54,28 @@ class SafeActivation:
     def __repr__(self) -> str:
         return f"safe({self.__name__})"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # `pickle` does not find compiled functions such as `jnp.tanh` under the name that they say.
+        where = _public_name(self.fun)
+        return (SafeActivation, (self.fun,)) if where is None else (_of_name, where)
+
     def __deepcopy__(self, memo: dict) -> "SafeActivation":
         # Functions are copied as themselves too. A deep copy of a compiled one, such as `jnp.tanh`,
         # would be another function.
         return self
+
+
+def _public_name(fun: Callable) -> tuple[str, str] | None:
+    """Returns the module and the name by which JAX offers a function; `None` for others."""
+    name = getattr(fun, "__name__", None)
+    modules = ("jax.numpy", "jax.nn", "jax.lax", "jax.scipy.special")
+    found = (m for m in modules if getattr(importlib.import_module(m), str(name), None) is fun)
+    module = next(found, None)
+    return None if name is None or module is None else (module, name)
+
+
+def _of_name(module: str, name: str) -> SafeActivation:
+    return SafeActivation(getattr(importlib.import_module(module), name))
 
 
 # `equinox.filter_jit` and the like treat it as a function: static, with nothing to differentiate.

@@ -14,8 +14,8 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._cast import Fixed, FullPrecision, widen
+from .._dot import mixed_dot_general
 from .._dtypes import as_floating_dtype, check_integer, is_half, is_integer, is_real
-from .._einsum import mixed_matmul
 from .._forward import takes_halves
 from .._repr import in_a_line
 from .._tree import check_key
@@ -62,7 +62,9 @@ class Dense(eqx.Module):
     def __call__(self, x: Float[Array, "*batch inputs"]) -> Float[Array, "*batch outputs"]:
         # Widened here, a half weight has its gradient summed in float32; the same holds for the
         # bias. Then `x` is the narrower operand, which decides the dtype if `dtype` is not given.
-        out = mixed_matmul(x.astype(self.stored), widen(self.weight), dtype=self.multiplied_in)
+        axes = (((x.ndim - 1,), (0,)), ((), ()))
+        weight = widen(self.weight)
+        out = mixed_dot_general(x.astype(self.stored), weight, axes, dtype=self.multiplied_in)
         return (widen(out) + jnp.broadcast_to(widen(self.bias), out.shape)).astype(self.stored)
 
     @property
@@ -229,10 +231,11 @@ class CoordinateMLP(eqx.Module):
         """
         point = jnp.asarray(point)
         # The embedding takes coordinates by index, so from a batch it would take the first points.
-        if jnp.shape(point) != (self.in_size,):
+        # Asked of NumPy: converters of programs replace functions of `jax.numpy` while they trace.
+        if np.shape(point) != (self.in_size,):
             raise ValueError(
                 f"`CoordinateMLP` takes one point, an array of its {self.in_size} coordinates, but "
-                f"got shape {jnp.shape(point)}. For many points use `jax.vmap`."
+                f"got shape {np.shape(point)}. For many points use `jax.vmap`."
             )
         x = self.first(self.embedding(widen(point)))
         for layer in (*self.hidden, self.last):

@@ -191,11 +191,12 @@ def test_shapes_will_do_and_split_products_are_named():
 
 
 TF32 = lax.DotAlgorithmPreset.TF32_TF32_F32
+TF32_X3 = lax.DotAlgorithmPreset.TF32_TF32_F32_X3
 
 
 @pytest.mark.parametrize(
     ("precision", "marked"),
-    [(None, True), ("high", True), ("highest", False), (TF32, False)],  # with a name of its own
+    [(None, True), ("high", True), ("highest", False), (TF32, True), (TF32_X3, False)],
 )
 def test_float32_that_a_gpu_multiplies_in_tensorfloat32_is_marked(precision, marked):
     x, n = jnp.ones((4, 4)), 2 * 4**3
@@ -205,8 +206,18 @@ def test_float32_that_a_gpu_multiplies_in_tensorfloat32_is_marked(precision, mar
     full, half = sorted(report.rows, key=lambda row: row.half)
     assert (full.tensorfloat32, half.tensorfloat32) == (marked, False)
     assert (report.flops, report.tensorfloat32_share) == (2 * n, marked / 2)
-    for told in ("float32 (TF32)", "(TF32) for 50% of the work: a GPU"):
-        assert (told in str(report)) == marked
+    assert (f"{full.dtype} (TF32)" in str(report)) == marked
+    assert ("(TF32) for 50% of the work: a GPU" in str(report)) == marked
+
+
+def test_tensorfloat32_is_marked_however_it_is_requested():
+    x = jnp.ones((4, 4))
+    by_default = lambda x: jax.default_matmul_precision("TF32_TF32_F32")(jnp.matmul)(x, x)
+    of_forward = mpx.autocast(lambda x: x @ x, "tensorfloat32")
+    for fun in (by_default, of_forward):
+        assert mpx.precision_report(fun)(x).tensorfloat32_share == 1.0
+    exact = mpx.autocast(lambda x: x @ x, "tensorfloat32_x3")
+    assert mpx.precision_report(exact)(x).tensorfloat32_share == 0.0
 
 
 def test_products_of_the_library_in_float32_are_not_marked():
