@@ -292,8 +292,8 @@ def _evaluated(gradient: Gradient, args: tuple, kwargs: dict) -> tuple[Array, Py
 
 
 def _gradient(gradient: Gradient, args: tuple, kwargs: dict) -> tuple[Array, PyTree]:
-    (loss, _), grads, _ = gradient.evaluate(*copied((args, kwargs)))
-    return loss, gradient.unscale(grads)
+    found = gradient.evaluate(*copied((args, kwargs)))
+    return found.value, gradient.unscale(found.grads)
 
 
 def _noise(

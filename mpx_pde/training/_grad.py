@@ -19,9 +19,11 @@ _Scaling = TypeVar("_Scaling", bound=AbstractLossScaling | None)
 
 
 def _value_and_grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
-    (value, aux), grads, counts = gradient.evaluate(args, kwargs)
-    out = (value, gradient.options.output(aux)) if gradient.options.has_aux else value
-    return out, *gradient.finish(grads, args[0], counts)
+    found = gradient.evaluate(args, kwargs)
+    out = found.value
+    if gradient.options.has_aux:
+        out = out, gradient.options.output(found.aux)
+    return out, *gradient.finish(args[0], found)
 
 
 def _grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
@@ -33,7 +35,7 @@ def _scaled_grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
     if gradient.options.casts:
         # Cast outside of the differentiated function.
         args, kwargs = gradient.options.cast(args, kwargs)
-    (value, aux), grads, counts = gradient.evaluate(args, kwargs)
+    value, aux, grads, counts, _ = gradient.evaluate(args, kwargs)
     if gradient.options.use_mixed_precision:
         value = gradient.scaling.scale(value)
     grads = grads if counts is None else (grads, counts)

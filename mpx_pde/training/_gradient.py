@@ -7,7 +7,7 @@ import functools as ft
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -24,7 +24,7 @@ from .._forward import forward_in, without_halves
 from .._loss_scaling import DynamicLossScaling, NoOpLossScaling, check_scaling, split_aux
 from .._notes import noting_the_cast, noting_the_model, noting_the_trace
 from .._repr import in_a_line
-from .._tree import all_finite, with_fields
+from .._tree import all_finite, all_zero, with_fields
 from .._types import AxisName, PyTree
 from .._varying import mark_varying, size_of_axis
 from ..autocast import autocast as autocast_function
@@ -119,6 +119,51 @@ def _descended(before: Any, after: Any) -> Any:
     return after
 
 
+def _with_vanished(scaling: Any, vanished: Array) -> Any:
+    """Returns a scaling that counts one more vanished gradient if `vanished`."""
+    if isinstance(scaling, Scaling):
+        loss = _with_vanished(scaling.loss, vanished)
+        return with_fields(scaling, loss=loss, vanished=scaling.vanished + vanished)
+    if isinstance(scaling, DynamicLossScaling):
+        return with_fields(scaling, vanished=scaling.vanished + vanished)
+    return scaling
+
+
+class Evaluated(NamedTuple):
+    """The value of a loss and its gradients.
+
+    **Attributes:**
+
+    - `value`: the loss before it is scaled.
+    - `aux`: the auxiliary output as the function returned it, or `None`.
+    - `grads`: the gradients, still scaled, in the dtypes of the masters.
+    - `counts`: the counts of derivatives, or `None`.
+    - `depends`: whether the loss depends on the parameters, as JAX knows it. It does not behind a
+        `jax.lax.stop_gradient`.
+    """
+
+    value: Array
+    aux: PyTree
+    grads: PyTree
+    counts: PyTree
+    depends: bool = True
+
+
+def _noticed(value: Array, depends: list[bool]) -> Array:
+    """Returns `value`, and appends to `depends` when it is differentiated with a tangent."""
+
+    @jax.custom_jvp
+    def same(x):
+        return x
+
+    @same.defjvp
+    def _(primals, tangents):  # not called for a tangent that is zero by structure
+        depends.append(True)
+        return primals[0], tangents[0]
+
+    return same(value)
+
+
 def check_eager(tree: PyTree, call: str) -> None:
     """Raises a `TypeError` in the name of `call` if any leaf of `tree` is a tracer."""
     if traced(tree):
@@ -202,16 +247,12 @@ class Gradient(eqx.Module):
             "or bfloat16. If it is meant, filter `mpx_pde.PrecisionWarning`."
         )
 
-    def evaluate(self, args: tuple, kwargs: dict) -> tuple[tuple, PyTree, PyTree]:
-        """Evaluates the loss and its gradients.
-
-        **Returns:** `(value, aux)`, with the unscaled loss and `aux` as the function returned it;
-        the gradients, still scaled, in the dtypes of the masters in `args[0]`; the counts of
-        derivatives, or `None`.
-        """
+    def evaluate(self, args: tuple, kwargs: dict) -> Evaluated:
+        """Evaluates the loss and its gradients with respect to `args[0]`."""
         options, mixed = self.options, self.options.use_mixed_precision
         if mixed and options.axis_name is not None:
             size_of_axis(options.axis_name, options.call)
+        depends: list[bool] = []
 
         def loss(differentiated):
             model, derivatives = differentiated
@@ -223,7 +264,7 @@ class Gradient(eqx.Module):
             model = _as_varying(model, options.axis_name)
             cast_args, cast_kwargs = options.cast((model, *args[1:]), kwargs)
             value, aux = self.loss(cast_args, cast_kwargs, derivatives)
-            return self.scaling.scale(value), (value, aux)
+            return self.scaling.scale(_noticed(value, depends)), (value, aux)
 
         differentiated = args[0], self.derivatives if mixed else None
         value_and_grad = eqx.filter_value_and_grad(loss, has_aux=True)
@@ -231,32 +272,43 @@ class Gradient(eqx.Module):
         full = highest_precision("highest") if options.in_full else nullcontext()
         with full if mixed else true_float32(), noting_the_trace(options.call):
             (_, out), (grads, counts) = value_and_grad(differentiated)
-        return out, grads, None if counts is None else counts.counts
+        return Evaluated(*out, grads, None if counts is None else counts.counts, bool(depends))
 
     def unscale(self, grads: PyTree) -> PyTree:
         """Unscales gradients by the scale of this step."""
         return self.scaling.unscale(grads) if self.options.use_mixed_precision else grads
 
-    def finish(self, grads: PyTree, model: PyTree, counts: PyTree) -> tuple:
+    def finish(self, model: PyTree, found: Evaluated) -> tuple:
         """Unscales the gradients and brings the scaling up to date."""
         masters = eqx.filter(model, eqx.is_inexact_array)
         # A NumPy master may have a dtype that is wider than those of JAX.
         like = lambda g, m: g.astype(jax.dtypes.canonicalize_dtype(m.dtype))
-        grads = jtu.tree_map(like, self.unscale(grads), masters)
+        grads = jtu.tree_map(like, self.unscale(found.grads), masters)
         if not self.options.use_mixed_precision:
             return self.scaling, jnp.array(True), grads
-        finite = all_finite(grads)
-        if self.options.axis_name is not None:
-            # Finite on every device.
-            finite = lax.psum((~finite).astype(jnp.int32), self.options.axis_name) == 0
+        finite, vanished = self._checked(found, grads)
         usable, seen = finite, ()
-        if counts is not None:
-            seen = (sum_counts(counts, self.options.axis_name),)
+        if found.counts is not None:
+            seen = (sum_counts(found.counts, self.options.axis_name),)
             # Gradients can be finite although a derivative overflowed, if the loss masks it.
             usable = finite & self.derivatives.finite(*seen)
         with forward_in(self.options.precisions):  # the cap of the scale depends on it
             adjusted = self.scaling.adjust(finite, *seen)
-        return _descended(self.scaling, adjusted), usable, grads
+        adjusted = _descended(self.scaling, adjusted)
+        return _with_vanished(adjusted, vanished & usable), usable, grads
+
+    def _checked(self, found: Evaluated, grads: PyTree) -> tuple[Array, Array]:
+        """Returns whether the gradients are finite, and whether the gradients are zero
+        although the loss depends on the parameters and is not zero, as it is where it converged or
+        is masked. With an `axis_name`, all devices are looked at.
+        """
+        finite = all_finite(grads)
+        zero, some = all_zero(grads), found.value != 0
+        if self.options.axis_name is not None:
+            flags = jnp.stack([~finite, ~zero, some]).astype(jnp.int32)
+            told = lax.psum(flags, self.options.axis_name) > 0
+            finite, zero, some = ~told[0], ~told[1], told[2]
+        return finite, zero & some & (self.options.in_half and found.depends)
 
 
 @dataclasses.dataclass
