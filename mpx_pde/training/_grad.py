@@ -144,7 +144,8 @@ def filter_value_and_grad(
     - `value`: the loss before scaling, float32 (float64 for a float64 loss).
     - `aux`: the auxiliary output, in the output dtype; integers and `eqx.nn.State` are untouched.
     - `scaling`: the scaling for the next step.
-    - `grads_finite`: a scalar bool array. Pass it to [`mpx_pde.optimizer_update`][].
+    - `grads_finite`: a scalar bool array, whether the gradients and `value` are finite. Pass it to
+        [`mpx_pde.optimizer_update`][].
     - `grads`: the gradients, with the structure and dtypes of the first argument, and `None` for
         leaves that are not differentiated.
 

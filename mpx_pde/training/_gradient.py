@@ -298,11 +298,11 @@ class Gradient(eqx.Module):
         return _with_vanished(adjusted, vanished & usable), usable, grads
 
     def _checked(self, found: Evaluated, grads: PyTree) -> tuple[Array, Array]:
-        """Returns whether the gradients are finite, and whether the gradients are zero
+        """Returns whether the loss and its gradients are finite, and whether the gradients are zero
         although the loss depends on the parameters and is not zero, as it is where it converged or
         is masked. With an `axis_name`, all devices are looked at.
         """
-        finite = all_finite(grads)
+        finite = all_finite(grads) & jnp.isfinite(found.value)
         zero, some = all_zero(grads), found.value != 0
         if self.options.axis_name is not None:
             flags = jnp.stack([~finite, ~zero, some]).astype(jnp.int32)

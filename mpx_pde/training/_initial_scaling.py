@@ -303,7 +303,7 @@ def _in_range(
     """Finds exponents at which the gradient is finite, by the same rules that adjust scales from
     step to step. Returns these exponents and the gradient there.
     """
-    tried, taken = set(), None
+    tried, taken, mendable = set(), None, True
     while tuple(exponents) not in tried:
         tried.add(tuple(exponents))
         found = evaluate(exponents)
@@ -311,14 +311,15 @@ def _in_range(
         if found.finite:
             # Derivatives may still vanish: then their scales rise.
             taken, following = (exponents, found), np.where(of_loss, exponents, following)
-        elif not found.mendable:
+        elif not (mendable := bool(found.mendable)):
             break
         exponents = following
     if taken is None:
+        why = "" if mendable else " The loss itself is not finite, before it is scaled."
         raise NoScaleError(
-            f"`{_CALL}` found no scale at which the gradient of this batch is finite. Look where "
-            "it overflows with `mpx_pde.explain_nonfinite`, and whether it is finite in float32, "
-            "with `use_mixed_precision=False`."
+            f"`{_CALL}` found no scale at which the gradient of this batch is finite.{why} Look "
+            "where it overflows with `mpx_pde.explain_nonfinite`, and whether it is finite in "
+            "float32, with `use_mixed_precision=False`."
         )
     return taken
 

@@ -137,7 +137,7 @@ def test_keep_full_is_a_prefix_of_the_arguments(case):
     names |= {"points": "[0][2]", "c": "[1]['c']"}
     want = {path: "float32" if name in kept else "float16" for name, path in names.items()}
     assert seen == want
-    assert finite
+    assert finite == ("points" in kept)  # 70000 makes the loss infinite in half
     assert tree_equal_bits(grads, {"w": jnp.ones(2), "b": jnp.ones(2)})
 
 

@@ -1,4 +1,5 @@
-"""Tests that a gradient which vanished as a whole is counted and told."""
+"""Tests that a gradient which vanished as a whole is counted and told, and that a step with a loss
+that is not finite is skipped."""
 
 import io
 import warnings
@@ -218,3 +219,31 @@ def test_scales_that_are_tried_count_nothing_and_a_leaf_that_vanishes_is_told():
     assert scaling.vanished_steps == 0
     with pytest.warns(mpx.PrecisionWarning, match="a gradient that is zero at every scale"):
         mpx.initial_scaling(OVERFLOWING["x/‖x‖"], mpx.DynamicLossScaling())(W, Y)
+
+
+# --- A loss that is not finite -------------------------------------------------------------------
+
+NOT_FINITE = {
+    "trapezoid": lambda w, x: jnp.trapezoid(w * x, dx=1.0),
+    "interp": lambda w, x: jnp.sum(jnp.interp(w * 0 + 2.0, x, x * 0 + 60000.0) * 2),
+    "constant": lambda w, x: jnp.mean(w * x) + jnp.log(jnp.zeros(())),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NOT_FINITE)
+def test_a_loss_that_is_not_finite_makes_the_step_not_finite(name):
+    x = jnp.linspace(1.0, 40000.0, 64)
+    value, scaling, finite, _ = taken(NOT_FINITE[name], scaler(0), jnp.ones(64), x, steps=1)
+    assert not np.isfinite(value)
+    assert (finite, scaling.skipped_steps) == (False, 1)
+    rows = lambda w, x: jnp.mean(jax.vmap(lambda x: NOT_FINITE[name](w, x))(x))
+    accumulated = lambda *args: mpx.filter_accumulated_value_and_grad(*args, micro_batches=2)
+    batch = jnp.stack([x / 1e4, x])  # only one micro-batch of the two need be infinite
+    _, _, finite, _ = taken(rows, scaler(0), jnp.ones(64), batch, steps=1, transform=accumulated)
+    assert not finite
+
+
+def test_no_first_scale_is_found_for_a_loss_that_is_not_finite():
+    with pytest.raises(ValueError, match="The loss itself is not finite"):
+        mpx.initial_scaling(NOT_FINITE["constant"], mpx.DynamicLossScaling())(Y, Y)
