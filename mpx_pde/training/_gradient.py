@@ -6,7 +6,7 @@ import dataclasses
 import functools as ft
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -225,17 +225,22 @@ class Gradient(eqx.Module):
             func = InForward(func, options.precisions, options.kept(args, kwargs))
         if options.autocast is not None and options.in_half:
             func = autocast_function(func, dtype, **dict(options.autocast))
-        cast = options.casts and options.in_half
-        noting = noting_the_cast(options.call, dtype) if cast else nullcontext()
         halves = nullcontext() if options.use_mixed_precision else without_halves()
         noted = noting_the_model(options.call, args)
-        with halves, noting, noted, noting_unscaled() as unscaled:
+        with halves, self._noting(), noted, noting_unscaled() as unscaled:
             out = func(*args, **self.with_derivatives(kwargs, derivatives))
         if unscaled and self.derivatives is None and options.in_half:
             self._warn_of_unscaled(*unscaled.popitem())
         out, aux = split_aux(out, options.call) if options.has_aux else (out, None)
         value = _check_loss(out, options.has_aux, options.call)
         return widen(value) if options.use_mixed_precision else value, aux
+
+    def _noting(self, backward: bool = False) -> AbstractContextManager:
+        """Adds a note to errors that the casts of arguments lead to."""
+        options = self.options
+        if not options.casts or not options.in_half:
+            return nullcontext()
+        return noting_the_cast(options.call, options.compute_dtype, backward)
 
     def _warn_of_unscaled(self, call: str, order: int) -> None:
         warn_user(
@@ -270,7 +275,8 @@ class Gradient(eqx.Module):
         value_and_grad = eqx.filter_value_and_grad(loss, has_aux=True)
         # For products that ask for no precision: in a full forward pass they are true float32 too.
         full = highest_precision("highest") if options.in_full else nullcontext()
-        with full if mixed else true_float32(), noting_the_trace(options.call):
+        precision = full if mixed else true_float32()
+        with precision, noting_the_trace(options.call), self._noting(backward=True):
             (_, out), (grads, counts) = value_and_grad(differentiated)
         return Evaluated(*out, grads, None if counts is None else counts.counts, bool(depends))
 
