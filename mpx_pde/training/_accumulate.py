@@ -17,6 +17,7 @@ from .._tree import dealt
 from .._types import AxisName, ForwardLike, GradientOptions, PolicyLike, PyTree
 from ..interpret._precision_report import warn_user
 from ._gradient import Evaluated, Gradient, transformed
+from ._options import refuses_argnums
 
 
 _Scaling = TypeVar("_Scaling", bound=AbstractLossScaling | None)
@@ -192,6 +193,7 @@ if TYPE_CHECKING:
     ) -> Callable[..., tuple[tuple[Array, PyTree], _Scaling, Array, PyTree]]: ...
 
 
+@refuses_argnums
 def filter_accumulated_value_and_grad(
     func: Callable[..., Any],
     scaling: AbstractLossScaling | None,

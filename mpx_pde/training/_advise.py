@@ -28,7 +28,7 @@ from ._grad import filter_value_and_grad
 from ._gradient import Gradient, check_eager
 from ._initial_scaling import NoScaleError, initial_scaling
 from ._norms import apart
-from ._options import parse_options
+from ._options import parse_options, refuses_argnums
 
 
 _CALL = "advise"
@@ -123,6 +123,7 @@ def _cells(row: Advised) -> tuple[str, ...]:
     return (row.name, *(cells if row.failed is None else ["fails"] * 5))
 
 
+@refuses_argnums
 def advise(
     func: Callable[..., Any],
     scaling: AbstractLossScaling | None = None,

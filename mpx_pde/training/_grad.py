@@ -13,6 +13,7 @@ from .._loss_scaling import AbstractLossScaling
 from .._types import AxisName, ForwardLike, GradientOptions, PolicyLike, PyTree
 from .._varying import mark_varying, varying_axes
 from ._gradient import Gradient, transformed
+from ._options import refuses_argnums
 
 
 _Scaling = TypeVar("_Scaling", bound=AbstractLossScaling | None)
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     ) -> Callable[..., tuple[tuple[Array, PyTree], _Scaling, Array, PyTree]]: ...
 
 
+@refuses_argnums
 def filter_value_and_grad(
     func: Callable[..., Any],
     scaling: AbstractLossScaling | None,
@@ -187,6 +189,7 @@ if TYPE_CHECKING:
     ) -> Callable[..., tuple[_Scaling, Array, PyTree, PyTree]]: ...
 
 
+@refuses_argnums
 def filter_grad(
     func: Callable[..., Any],
     scaling: AbstractLossScaling | None,
@@ -239,6 +242,7 @@ if TYPE_CHECKING:
     ) -> Callable[..., tuple[tuple[Array, PyTree], PyTree]]: ...
 
 
+@refuses_argnums
 def calculate_scaled_grad(
     func: Callable[..., Any],
     scaling: AbstractLossScaling | None,
@@ -274,6 +278,7 @@ def calculate_scaled_grad(
     return transformed("calculate_scaled_grad", _scaled_grad, func, scaling, has_aux, *given)
 
 
+@refuses_argnums
 def line_search_value(
     func: Callable[..., Any],
     scaling: AbstractLossScaling | None,

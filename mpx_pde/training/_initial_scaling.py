@@ -20,6 +20,7 @@ from ..derivatives._rules import SMALLEST_NORMAL
 from ..interpret._precision_report import warn_user
 from ._gradient import Gradient, check_eager, copied, transformed
 from ._norms import minus, norm
+from ._options import refuses_argnums
 
 
 _CALL = "initial_scaling"
@@ -44,6 +45,7 @@ _IN_FLOAT32 = (
 )
 
 
+@refuses_argnums
 def initial_scaling(
     func: Callable[..., Any],
     scaling: AbstractLossScaling,
