@@ -49,6 +49,7 @@ from ..interpret._precision_report import (
     traced,
     warn_user,
 )
+from ..interpret._sums import described as describe_sums, long_sums
 from ._options import Options, parse_options
 
 
@@ -395,6 +396,18 @@ def _check_scales_anything(call: str, closed: ClosedJaxpr) -> None:
         )
 
 
+def _check_sums(options: Options, closed: ClosedJaxpr) -> None:
+    """Issues a warning if a traced program has sums in half precision that stand still."""
+    if sums := [x for x in long_sums(closed) if x.stagnates()]:
+        others = ["`forward='float32'`", "`autocast=True`"]
+        others = others[: 2 - options.in_full - (options.autocast is not None)]
+        others = f", or pass {' or '.join(others)}" if others and not options.in_full else ""
+        warn_user(
+            f"`{options.call}`: {describe_sums(sums)}{others}. If it is meant, filter "
+            "`mpx_pde.PrecisionWarning`."
+        )
+
+
 def transformed(call: str, run: Callable, func: Any, scaling: Any, *given: Any) -> Callable:
     """Builds the function that the public transformation `call` returns. `run` is passed to
     [`Transformed`][], and `given` are the arguments of [`parse_options`][].
@@ -466,6 +479,7 @@ class Transformed(eqx.Module):
         asked_for = options.call, options.compute_dtype
 
         def look(closed, *traced):
+            _check_sums(options, closed)
             if gradient.derivatives is not None and gradient.derivatives.active:
                 _check_scales_anything(options.call, closed)
             if options.has_aux and options.casts:
