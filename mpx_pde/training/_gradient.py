@@ -199,6 +199,22 @@ class Gradient(eqx.Module):
             check_takes_derivatives(func, call)
         return cls(func, scaling, options)
 
+    def check_unmapped(self) -> None:
+        """Raises a `ValueError` if the scaling is that of several members of an ensemble."""
+        scaling = self.scaling
+        scales = {"loss_scaling": (getattr(scaling, "loss_scaling", None), 0)}
+        if isinstance(scaling, Scaling):
+            scales = {"loss.loss_scaling": (getattr(scaling.loss, "loss_scaling", None), 0)}
+            scales["derivatives.exponents"] = scaling.derivatives.exponents, 1
+        for name, (x, axes) in scales.items():
+            if np.ndim(x) > axes:
+                raise ValueError(
+                    f"`{self.options.call}` takes the scaling of one model, but got a "
+                    f"{type(scaling).__name__} whose `{name}` has shape {jnp.shape(x)}, as a step "
+                    "under `jax.vmap` returns it for all members. Map this call over the scaling "
+                    "too, or take that of a member: `jax.tree.map(lambda x: x[0], scaling)`."
+                )
+
     @property
     def derivatives(self) -> Any:
         """Returns the derivative scaling that the function receives, or `None` if there is none."""
@@ -458,6 +474,7 @@ class Transformed(eqx.Module):
 
     def __call__(self, /, *args, **kwargs):
         self.gradient.options.check_called_with(args)
+        self.gradient.check_unmapped()
         # The caller needs the old `eqx.nn.State` to roll back to.
         args, kwargs = copied((args, kwargs))
         return self.gradient.options.in_context(lambda: self._run(args, kwargs))

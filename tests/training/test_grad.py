@@ -559,3 +559,19 @@ def test_argnums_are_refused_with_the_code_to_write(name, argnums, code):
     assert tree_equal_bits(jtu.tree_map(lambda g: g.astype(jnp.float32) / scale, grads), want)
     # The first argument is what it differentiates anyway.
     assert relative(mpx.filter_grad(loss, scaler(2), argnums=0)(*args)[2], args[1]) == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*takes no derivative:mpx_pde.PrecisionWarning")
+@pytest.mark.parametrize("kind", ["loss", "both"])
+def test_the_scaling_of_an_ensemble_is_told(kind):
+    scaling = scaler(4)
+    if kind == "both":
+        scaling = mpx.Scaling(scaling, mpx.DerivativeScaling.per_direction("x"))
+    loss = lambda w, x, derivatives=None: jnp.sum(w * x)
+    step = lambda w, scaling: mpx.filter_grad(loss, scaling)(w, jnp.ones(2))[0]
+    scalings = jax.vmap(step, (0, None))(jnp.ones((3, 2)), scaling)
+    with pytest.raises(ValueError, match=r"`(loss\.)?loss_scaling` has shape \(3,\).*vmap"):
+        step(jnp.ones(2), scalings)
+    # The suggestions work.
+    jax.vmap(step)(jnp.ones((3, 2)), scalings)
+    step(jnp.ones(2), jax.tree.map(lambda x: x[0], scalings))
