@@ -40,6 +40,7 @@ from ..engine import InForward
 from ..engine._roles import dependent
 from ..interpret._flat import flatten
 from ..interpret._jaxpr import contains
+from ..interpret._phases import rounded_phase
 from ..interpret._precision_report import (
     LEAST_IN_FULL,
     OF_AUTOCAST,
@@ -424,6 +425,21 @@ def _check_sums(options: Options, closed: ClosedJaxpr) -> None:
         )
 
 
+def _check_phases(options: Options, closed: ClosedJaxpr) -> None:
+    """Issues a warning if a traced program takes exponentials of complex numbers whose phases were
+    rounded.
+    """
+    if options.casts and (line := rounded_phase(closed)) is not None:
+        digits = jnp.finfo(options.compute_dtype).nmant + 1
+        warn_user(
+            f"`{options.call}`: {line} takes an exponential of complex numbers whose parts were "
+            f"rounded to {options.compute_dtype.name}: 2^-{digits} of a phase, of which only the "
+            "rest modulo 2π counts. Keep these parameters in float32 by "
+            "`keep_full` or `mpx_pde.FullPrecision`, or pass `autocast=True` or "
+            "`forward='float32'`. If it is meant, filter `mpx_pde.PrecisionWarning`."
+        )
+
+
 def transformed(call: str, run: Callable, func: Any, scaling: Any, *given: Any) -> Callable:
     """Builds the function that the public transformation `call` returns. `run` is passed to
     [`Transformed`][], and `given` are the arguments of [`parse_options`][].
@@ -497,6 +513,7 @@ class Transformed(eqx.Module):
 
         def look(closed, *traced):
             _check_sums(options, closed)
+            _check_phases(options, closed)
             if gradient.derivatives is not None and gradient.derivatives.active:
                 _check_scales_anything(options.call, closed)
             if options.has_aux and options.casts:
