@@ -42,12 +42,13 @@ class _Watch:
         if not isinstance(count, jax.Array) or isinstance(count, Tracer):
             return
         before, self.pending = self.pending, count
+        found: tuple[Any, ...] = (before, count)
         now = time.monotonic()
         if self.looks >= _AT_FIRST and now < self.next:
             return
         # A step that donates its arguments leaves nothing of the count before: wait for this one.
         donated = before is not None and before.is_deleted()
-        for x in (before, count):
+        for x in found:
             if x is None or x.is_deleted() or not (donated or x.is_ready()):
                 continue
             self.looks, self.next = self.looks + 1, now + _SECONDS

@@ -134,7 +134,7 @@ class _Search:
 
     def _enter(self, eqn: JaxprEqn, given: list, site: Site) -> list[_Known | None]:
         name, bodies, inside = eqn.primitive.name, bodies_of(eqn), site_inside(eqn, site)
-        unknown = [None] * len(eqn.outvars)
+        unknown: list[_Known | None] = [None] * len(eqn.outvars)
         if name == "scan":
             self._carried(eqn, bodies[0], site)
         if name in ("scan", "while", "cond", "shard_map") or len(bodies) != 1:
@@ -225,7 +225,7 @@ def _results(eqn: JaxprEqn, given: list[_Known | None]) -> list[_Known | None]:
     @ft.cache
     def results():
         with jax.ensure_compile_time_eval():
-            return own_bind(eqn, [jnp.asarray(x()) for x in given])
+            return own_bind(eqn, [jnp.asarray(x()) for x in given if x is not None])
 
     return [lambda i=i: np.asarray(results()[i]) for i in range(len(eqn.outvars))]
 

@@ -203,10 +203,14 @@ class Gradient(eqx.Module):
     def check_unmapped(self) -> None:
         """Raises a `ValueError` if the scaling is that of several members of an ensemble."""
         scaling = self.scaling
-        scales = {"loss_scaling": (getattr(scaling, "loss_scaling", None), 0)}
+        scales: dict[str, tuple[Any, int]] = {
+            "loss_scaling": (getattr(scaling, "loss_scaling", None), 0)
+        }
         if isinstance(scaling, Scaling):
-            scales = {"loss.loss_scaling": (getattr(scaling.loss, "loss_scaling", None), 0)}
-            scales["derivatives.exponents"] = scaling.derivatives.exponents, 1
+            scales = {
+                "loss.loss_scaling": (getattr(scaling.loss, "loss_scaling", None), 0),
+                "derivatives.exponents": (scaling.derivatives.exponents, 1),
+            }
         for name, (x, axes) in scales.items():
             if np.ndim(x) > axes:
                 raise ValueError(
