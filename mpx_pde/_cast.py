@@ -52,6 +52,20 @@ def convert(x: Array, dtype: Any, weak_type: bool) -> Array:
     return lax.convert_element_type_p.bind(x, new_dtype=dtype, weak_type=weak_type, sharding=None)
 
 
+def rounded_to(x: Array, dtype: Any) -> Array:
+    """Rounds a float32 array to the numbers of a half type, in float32. XLA cannot leave it out, as
+    it may leave out two casts.
+
+    `reduce_precision` alone would turn float16's subnormal numbers, those below 2^-14, into zeros.
+    """
+    info = jnp.finfo(dtype)
+    normal = lax.reduce_precision(x, int(info.nexp), int(info.nmant))
+    if info.minexp == jnp.finfo(x.dtype).minexp:  # float32 flushes the same ones
+        return normal
+    step = 2.0 ** int(info.minexp - info.nmant)
+    return jnp.where(jnp.abs(x) < 2.0 ** int(info.minexp), jnp.round(x / step) * step, normal)
+
+
 def _cast_leaf(x: Any, to: np.dtype) -> Any:
     if not isinstance(x, _ARRAY_TYPES | jax.ShapeDtypeStruct):
         return x

@@ -21,6 +21,7 @@ from ._forward import Forward, present_forward
 from ._repr import described, in_a_line, number, skips
 from ._tree import check_flag, with_fields
 from ._types import BoolLike, PyTree, ScalarLike
+from ._watched import Watched
 
 
 def scaled_leaf(x: Any, factor: Any, operation: Callable = jnp.multiply) -> Any:
@@ -197,6 +198,9 @@ class DynamicLossScaling(_ByArray):
     - `consecutive_skips`: steps with non-finite gradients since the last finite one, an int32
         scalar.
     - `taken_steps`: steps with finite gradients so far, an int32 scalar.
+    - `vanished_steps`: steps whose gradient was exactly zero as a whole although the loss was not,
+        an int32 scalar. They count as taken. A [`mpx_pde.PrecisionWarning`][] tells of the first
+        one, some steps later.
     - `min_loss_scaling`, `max_loss_scaling`, `factor`, `period`: as given; static.
     """
 
@@ -205,6 +209,7 @@ class DynamicLossScaling(_ByArray):
     skipped_steps: Int32[Array, ""]
     consecutive_skips: Int32[Array, ""]
     taken_steps: Int32[Array, ""]
+    vanished: Watched
     min_loss_scaling: float = eqx.field(static=True)
     factor: float = eqx.field(static=True)
     period: int = eqx.field(static=True)
@@ -272,6 +277,7 @@ class DynamicLossScaling(_ByArray):
         self.skipped_steps = jnp.array(0, jnp.int32)
         self.consecutive_skips = jnp.array(0, jnp.int32)
         self.taken_steps = jnp.array(self.counter, jnp.int32)
+        self.vanished = Watched(jnp.array(0, jnp.int32))
 
     def __repr__(self) -> str:
         top = self.max_loss_scaling
@@ -283,6 +289,11 @@ class DynamicLossScaling(_ByArray):
             f"counter={number(self.counter)} of {self.period}",
             skips(self),
         )
+
+    @property
+    def vanished_steps(self) -> Any:
+        """Returns the number of steps whose gradient vanished."""
+        return self.vanished.count
 
     @property
     def at_minimum(self) -> Bool[Array, "*batch"]:

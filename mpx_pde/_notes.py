@@ -16,36 +16,68 @@ _UNKNOWN_IN_HALF = re.compile(
     r"(dtype|float32|float64|complex))"
 )
 
+# Errors of derivatives inside of the function, whose tangents or cotangents have another dtype.
+_OF_TANGENTS = re.compile(
+    r"(?i:tangent.*dtype|dtype.*tangent|argument to vjp function|cotangent type does not match"
+    r"|tangent values inconsistent)"
+)
+
 # Errors of operations, loops and branches that do not promote dtypes, and of strict promotion.
 _OF_DIFFERENT_DTYPES = re.compile(
     r"same dtypes?\b|equal (output )?types|dtypes do not match|implicit dtype promotion"
 )
 
 
+_SHORT = {"float16": "f16", "bfloat16": "bf16"}
+"""Names of half types in the types of arrays, as some errors print them."""
+
+
 @contextmanager
-def noting_the_cast(call: str, dtype: np.dtype) -> Iterator[None]:
+def noting_the_cast(call: str, dtype: np.dtype, backward: bool = False) -> Iterator[None]:
     """Adds a note to errors of operations that have no half-precision form, or that got float32
-    together with half precision."""
+    together with half precision. Errors without a note are of the backward pass if `backward`."""
     try:
         yield
     except (TypeError, ValueError, NotImplementedError) as e:
-        named = dtype.name in str(e) or "FFT" in str(e)
-        if dtype.name in str(e) and "float32" in str(e) and _OF_DIFFERENT_DTYPES.search(str(e)):
-            e.add_note(
-                f"`{call}` has cast the arguments of this function to {dtype.name}, and something "
-                "in it returns float32 all the same: a layer that is kept in full, or that gets "
-                "points which `keep_full` keeps. Wrap that layer as "
-                '`mpx_pde.FullPrecision(layer, out_dtype="half")`, which returns half '
-                "precision, or pass `autocast=True`, which decides by operation."
-            )
-        elif named and _UNKNOWN_IN_HALF.search(str(e)):
-            e.add_note(
-                f"`{call}` has cast the arguments of this function to {dtype.name}, for which JAX "
-                "has no such operation. Keep the layer that does it in float32, by "
-                "`mpx_pde.FullPrecision(layer)`, or pass `autocast=True`, which casts no "
-                "arguments and leaves such operations in float32."
-            )
+        cast = f"`{call}` has cast the arguments of this function to {dtype.name}, "
+        note = _of_the_cast(str(e), dtype, backward)
+        if note and not any(x.startswith(cast) for x in getattr(e, "__notes__", ())):
+            e.add_note(cast + note)
         raise
+
+
+def _of_the_cast(error: str, dtype: np.dtype, backward: bool) -> str | None:
+    """Returns the note on an error in a function whose arguments were cast, if it has one."""
+    named = dtype.name in error or f"{_SHORT.get(dtype.name)}[" in error
+    if named and _OF_TANGENTS.search(error):
+        return (
+            "and a tangent or cotangent in it has another dtype. Make it of the array that it "
+            "belongs to: `jnp.ones_like(x)` and `jnp.zeros_like(x)` in place of `jnp.ones(...)` "
+            "and of numbers, or `v.astype(x.dtype)`. Or pass `forward='float32'` or "
+            "`autocast=True`, which cast no arguments."
+        )
+    if dtype.name in error and "float32" in error and _OF_DIFFERENT_DTYPES.search(error):
+        if backward:
+            return (
+                "and its backward pass meets two dtypes: that of a `jax.custom_vjp`, or of a "
+                "solver such as `odeint`, which takes float32 times beside them. Run that function "
+                "in float32 by `mpx_pde.force_full_precision`, make its rule return the dtype of "
+                "its arguments, or pass `forward='float32'` or `autocast=True`, which cast no "
+                "arguments."
+            )
+        return (
+            "and something in it returns float32 all the same: a layer that is kept in full, or "
+            "that gets points which `keep_full` keeps. Wrap that layer as "
+            '`mpx_pde.FullPrecision(layer, out_dtype="half")`, which returns half precision, or '
+            "pass `autocast=True`, which decides by operation."
+        )
+    if (named or "FFT" in error) and _UNKNOWN_IN_HALF.search(error):
+        return (
+            "for which JAX has no such operation. Keep the layer that does it in float32, by "
+            "`mpx_pde.FullPrecision(layer)`, or pass `autocast=True`, which casts no arguments "
+            "and leaves such operations in float32."
+        )
+    return None
 
 
 @contextmanager

@@ -34,9 +34,9 @@ def by_name(names: tuple[str, ...], values: Any, prefix: str = "") -> str:
 
 
 def skips(scaling: Any) -> str:
-    """Formats the number of steps that a scaling has skipped."""
-    skipped, row = number(scaling.skipped_steps), number(scaling.consecutive_skips)
-    return f"skipped_steps={skipped}, consecutive_skips={row}"
+    """Formats the numbers of steps that a scaling has skipped, and whose gradient vanished."""
+    names = ("skipped_steps", "consecutive_skips", "vanished_steps")
+    return ", ".join(f"{name}={number(getattr(scaling, name))}" for name in names)
 
 
 def described(obj: Any, *parts: str) -> str:

@@ -2,7 +2,7 @@
 
 import functools as ft
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import equinox as eqx
@@ -23,6 +23,20 @@ def _inexact_leaves(tree: PyTree) -> list[Array]:
     return [jnp.asarray(x) for x in widen(leaves)]
 
 
+def _all_of(tree: PyTree, holds: Callable[[Array], Bool[Array, "..."]]) -> Bool[Array, ""]:
+    """Returns whether `holds` is true for all entries of the floating-point and complex arrays."""
+    alike: dict[Hashable, list[Array]] = {}
+    for x in _inexact_leaves(tree):
+        # On a mesh with explicit axes, only arrays with the same layout can be combined.
+        alike.setdefault((x.shape, jax.typeof(x).sharding.spec), []).append(x)
+    # Combines arrays of the same shape entry by entry, so that one reduction reads all of them.
+    told = [jnp.all(ft.reduce(jnp.logical_and, map(holds, xs))) for xs in alike.values()]
+    if not told:
+        return jnp.array(True)
+    # XLA for CPUs would copy cheap operations into every kernel that reads them, but not a root.
+    return jax.lax.sqrt(ft.reduce(jnp.logical_and, told).astype(jnp.float32)) > 0
+
+
 def all_finite(tree: PyTree) -> Bool[Array, ""]:
     """Returns whether no floating-point or complex array in a PyTree holds an infinity or a NaN.
 
@@ -37,16 +51,14 @@ def all_finite(tree: PyTree) -> Bool[Array, ""]:
 
     A scalar bool array; `True` for a PyTree without such leaves.
     """
-    alike: dict[Hashable, list[Array]] = {}
-    for x in _inexact_leaves(tree):
-        # On a mesh with explicit axes, only arrays with the same layout can be combined.
-        alike.setdefault((x.shape, jax.typeof(x).sharding.spec), []).append(x)
-    # Combines arrays of the same shape entry by entry, so that one reduction reads all of them.
-    finite = [jnp.all(ft.reduce(jnp.logical_and, map(jnp.isfinite, xs))) for xs in alike.values()]
-    if not finite:
-        return jnp.array(True)
-    # XLA for CPUs would copy cheap operations into every kernel that reads them, but not a root.
-    return jax.lax.sqrt(ft.reduce(jnp.logical_and, finite).astype(jnp.float32)) > 0
+    return _all_of(tree, jnp.isfinite)
+
+
+def all_zero(tree: PyTree) -> Bool[Array, ""]:
+    """Returns whether all floating-point and complex arrays in a PyTree are zero, as
+    [`mpx_pde.all_finite`][] does for finite ones.
+    """
+    return _all_of(tree, lambda x: x == 0)
 
 
 def global_norm(tree: PyTree) -> Float[Array, ""]:

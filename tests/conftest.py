@@ -65,6 +65,12 @@ def half_precision_as_it_was():
     mpx.set_half_precision_datatype(before)
 
 
+@pytest.fixture(autouse=True)
+def no_count_of_another_test():
+    """Forgets the vanished gradients of earlier tests."""
+    mpx._watched.watch.forget()
+
+
 _ROOM = 3 * 2**29
 """Bytes of memory by which a process may grow before it drops its compiled programs."""
 

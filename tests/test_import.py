@@ -33,7 +33,7 @@ ORDER = [
     ["_forward"],
     ["_bilinear", "_cast", "_order"],
     ["interpret"],
-    ["_derivative_of", "_dot", "_plain", "_refined", "_replay", "_tree"],
+    ["_derivative_of", "_dot", "_plain", "_refined", "_replay", "_tree", "_watched"],
     ["_conv", "_einsum", "_loss_scaling"],
     ["checkpoint_policies"],
     ["engine"],

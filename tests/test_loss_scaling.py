@@ -152,7 +152,7 @@ ARGUMENTS = {
 def test_fields_have_their_types_whatever_was_given(arguments):
     with jax.enable_x64(arguments != "jax"):
         scaling = mpx.DynamicLossScaling(*ARGUMENTS[arguments])
-        types = [("float32[]", False), *[("int32[]", False)] * 4]
+        types = [("float32[]", False), *[("int32[]", False)] * 5]
         assert avals(scaling) == types
         static = scaling.min_loss_scaling, scaling.factor, scaling.period
         assert [type(x) for x in static] == [float, float, int]
@@ -240,7 +240,7 @@ def test_it_is_shown_in_a_few_lines():
         "DynamicLossScaling(\n"
         "  loss_scaling=2^14 (2^-24 to 2^20, factor 2),\n"
         "  counter=1 of 20,\n"
-        "  skipped_steps=0, consecutive_skips=0\n"
+        "  skipped_steps=0, consecutive_skips=0, vanished_steps=0\n"
         ")"
     )
     assert repr(mpx.StaticLossScaling(3)) == "StaticLossScaling(loss_scaling=3.0)"

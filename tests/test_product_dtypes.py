@@ -7,9 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import HALVES, TOLERANCES, assert_half, normal, scalar, tree_allclose, tree_equal_bits
+from helpers import (
+    HALVES,
+    TOLERANCES,
+    assert_half,
+    normal,
+    relative,
+    scalar,
+    tree_allclose,
+    tree_equal_bits,
+)
 from jax import lax
 from jax.experimental import jet
+from jax.experimental.ode import odeint
 
 import mpx_pde as mpx
 
@@ -214,6 +224,48 @@ def test_float32_beside_half_names_the_mend(behind, call):
         assert '`mpx_pde.FullPrecision(layer, out_dtype="half")`' in note
     # The suggestion works.
     run(mpx.FullPrecision(linear, out_dtype="half"))
+
+
+ONES = jnp.ones(3)
+
+
+def _custom_rule(w):
+    rule = jax.custom_vjp(jnp.sin)
+    rule.defvjp(lambda w: (jnp.sin(w), w), lambda w, g: (lax.mul(g, ONES),))
+    return rule(w)
+
+
+# Functions whose derivatives meet two dtypes, and words of the note.
+OF_DERIVATIVES = {
+    "vjp": (lambda w: jax.vjp(jnp.sin, w)[1](ONES)[0], "ones_like"),
+    "a number": (lambda w: jax.vjp(jnp.sin, w[0])[1](1.0)[0], "numbers"),
+    "linear_transpose": (lambda w: jax.linear_transpose(lambda v: w * v, w)(ONES)[0], "ones_like"),
+    "jvp": (lambda w: jax.jvp(jnp.sin, (w,), (ONES,))[1], "ones_like"),
+    "linearize": (lambda w: jax.linearize(jnp.sin, w)[1](ONES), "ones_like"),
+    "a rule": (_custom_rule, "backward pass meets two dtypes"),
+    "odeint": (
+        lambda w: odeint(lambda y, t, w: -w * y, w, jnp.linspace(0.0, 1.0, 3), w),
+        "`odeint`",
+    ),
+}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("name", OF_DERIVATIVES)
+def test_errors_of_derivatives_inside_of_a_loss_name_the_mend(name):
+    fun, words = OF_DERIVATIVES[name]
+    loss = lambda w: jnp.sum(fun(w).astype(jnp.float32))
+    run = lambda **options: mpx.filter_grad(loss, mpx.DynamicLossScaling(1.0), **options)(ONES / 2)
+    with pytest.raises((TypeError, ValueError)) as caught:
+        run()
+    [note] = [n for n in caught.value.__notes__ if "mpx_pde" in n or "filter_grad" in n]
+    for told in ("cast the arguments", words, "forward='float32'", "autocast=True"):
+        assert told in note
+    assert "no such operation" not in note
+    # The suggestions work.
+    want = jax.grad(loss)(ONES / 2)
+    for options in ({"forward": "float32"}, {"autocast": True}):
+        assert relative(run(**options)[2], want) < 1e-3
 
 
 def test_other_errors_have_no_note():

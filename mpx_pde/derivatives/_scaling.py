@@ -17,6 +17,7 @@ from .._repr import by_name, described, in_a_line, number, skips
 from .._tree import check_flag, select_tree, with_fields
 from .._types import BoolLike, Names, PyTree
 from .._varying import varying_axes
+from .._watched import Watched
 from ._checks import coords_of, term_list
 from ._probe import COLUMNS
 from ._rules import Rule, adjusted, parse_rule, parse_special
@@ -338,6 +339,8 @@ class Scaling(AbstractLossScaling):
         `loss` and `derivatives` count their own.
     - `consecutive_skips`: the steps skipped since the last one that was not, an int32 scalar.
     - `taken_steps`: the steps that were not skipped so far, an int32 scalar.
+    - `vanished_steps`: the steps whose gradient was exactly zero as a whole although the loss was
+        not, an int32 scalar (see [`mpx_pde.DynamicLossScaling`][]).
     """
 
     loss: AbstractLossScaling
@@ -345,6 +348,7 @@ class Scaling(AbstractLossScaling):
     skipped_steps: Int32[Array, "*batch"]
     consecutive_skips: Int32[Array, "*batch"]
     taken_steps: Int32[Array, "*batch"]
+    vanished: Watched
 
     def __init__(self, loss: Any = None, derivatives: Any = None):
         """**Arguments:**
@@ -373,11 +377,17 @@ class Scaling(AbstractLossScaling):
         self.consecutive_skips = jnp.zeros((), jnp.int32)
         # A loss scaling that was restored by its `counter` has taken steps.
         self.taken_steps = jnp.array(getattr(loss, "taken_steps", 0), jnp.int32)
+        self.vanished = Watched(jnp.array(getattr(loss, "vanished_steps", 0), jnp.int32))
 
     def __repr__(self) -> str:
         return described(
             self, f"loss={self.loss!r}", f"derivatives={self.derivatives!r}", skips(self)
         )
+
+    @property
+    def vanished_steps(self) -> Any:
+        """Returns the number of steps whose gradient vanished."""
+        return self.vanished.count
 
     def scale(self, tree: PyTree) -> PyTree:
         """Scales a PyTree by the loss scaling."""

@@ -39,7 +39,9 @@ def telemetry(scaling: Any) -> dict[str, Any]:
         that no smaller scale can save;
     - `"underflow"`: by the name of the row, the part of the last step's values that was zero or
         below the range in which float16 has all of its digits, float32;
-    - `"shift"`: by the name of the row, log2 of the scale that the values carried, int32.
+    - `"shift"`: by the name of the row, log2 of the scale that the values carried, int32;
+    - `"vanished_steps"`: with a [`mpx_pde.Scaling`][], the number of steps whose gradient was
+        exactly zero as a whole although the loss was not, int32.
     """
     derivatives = scaling.derivatives if isinstance(scaling, Scaling) else scaling
     if not isinstance(derivatives, DerivativeScaling):
@@ -53,7 +55,8 @@ def telemetry(scaling: Any) -> dict[str, Any]:
     below = jnp.sum(counts[..., : 1 + SMALLEST_NORMAL - LOWEST], axis=-1)
     below = below / jnp.maximum(jnp.sum(counts, axis=-1), 1)
     buckets = jnp.expand_dims(buckets, range(shifts.ndim - 1))
-    return {
+    whole = {"vanished_steps": scaling.vanished_steps} if isinstance(scaling, Scaling) else {}
+    return whole | {
         "scale": {n: derivatives.scales[..., i] for i, n in enumerate(names)},
         "overflows": {n: derivatives.overflows[..., i] for i, n in enumerate(names)},
         "skipped_steps": derivatives.skipped_steps,

@@ -229,6 +229,8 @@ def checked(
     if _castable(report) < least and (
         without is None or _castable(report_of(trace_arrays(fun, without, {})[0])) < least
     ):
+        if advice is OF_CASTS and (arrays := arrays_closed_over(closed)):
+            advice = f"{advice} {_OF_CLOSED_OVER.format(', '.join(arrays))}"
         warn_user(_warning(report, call, dtype, advice, instead))
     if look is not None:
         look(closed, leaves, assemble)
@@ -246,6 +248,13 @@ def checked(
             for x, v in zip(values, closed.jaxpr.outvars, strict=True)
         ]
     )
+
+
+def arrays_closed_over(closed: ClosedJaxpr) -> list[str]:
+    """Describes the arrays in float32 or wider that a program closes over. Numbers do not count."""
+    arrays = [x for x in closed.consts if jnp.issubdtype(x.dtype, jnp.floating) and x.size > 1]
+    wide = [x for x in arrays if x.dtype.itemsize >= 4]
+    return list(dict.fromkeys(f"{x.dtype.name}{[*x.shape]}" for x in wide))
 
 
 _LOW = ("DEFAULT", "TF32_TF32_F32", "BF16_BF16_F32", "BF16_BF16_BF16")
@@ -276,7 +285,12 @@ def warn_of_tensorfloat32(call: str, what: str) -> None:
 OF_CASTS = (
     "A product with one float32 operand is float32, and so is all that follows it. Wrap a layer "
     "that returns float32 (in `FullPrecision`, or because it gets float32 points) as "
-    '`FullPrecision(layer, out_dtype="half")`, or pass `autocast=True`, which decides by operation.'
+    '`FullPrecision(layer, out_dtype="half")`. Or pass `autocast=True`, which decides by operation,'
+    ' or `forward="float32"`: a network that takes no such wrapper, as in Flax, needs one of them.'
+)
+
+_OF_CLOSED_OVER = (
+    "No cast reaches arrays that the loss closes over, here {}: pass data as arguments."
 )
 
 OF_FORWARDS = (

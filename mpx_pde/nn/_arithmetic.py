@@ -96,8 +96,11 @@ def separate(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     XLA's CPU backend (jaxlib 0.10.2) fuses a small sum of products into the addition of that sum to
     a field, and gets the sum wrong where the field is large (16 × 16 channels on 48² points).
     """
-    precision = jnp.finfo(x.dtype)
-    return lax.reduce_precision(x, int(precision.nexp), int(precision.nmant))
+    digits = int(jnp.finfo(x.dtype).nmant)
+    if x.dtype == jnp.float64:
+        return lax.reduce_precision(x, int(jnp.finfo(x.dtype).nexp), digits)
+    # With float32's exponents, since those of float16 alone would make its subnormal numbers zero.
+    return lax.reduce_precision(x.astype(jnp.float32), 8, digits).astype(x.dtype)
 
 
 def unscaled(x: Array, unscale: Array | None) -> Array:

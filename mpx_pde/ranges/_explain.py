@@ -7,6 +7,7 @@ import jax
 
 from ..interpret import _tables as tables
 from ..interpret._lines import is_ours
+from ..interpret._sums import described
 from ._meter import OPERAND
 from ._report import RangeReport, Row
 from ._stats import is_finite, percent
@@ -215,4 +216,7 @@ def explain(report: RangeReport, name: str) -> str:
         )
     elif broken:
         text = f"Nothing overflows {name}."
-    return f"{text} What the function returns is finite; but: {broken}" if broken else text
+    if broken:
+        text = f"{text} What the function returns is finite; but: {broken}"
+    sums = report.stagnating(name)
+    return f"{text} But {described(sums, name)}." if sums else text

@@ -1,6 +1,7 @@
 """The public functions `range_report` and `explain_nonfinite`."""
 
 import functools as ft
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,8 @@ from .._types import DTypeLike
 from .._wrapper import check_callable
 from ..interpret._jaxpr import trace_arrays
 from ..interpret._lines import Site, definition_of
+from ..interpret._precision_report import PrecisionWarning
+from ..interpret._sums import long_sums
 from ._explain import explain
 from ._meter import CLEAN, TAINTED, Known, Measured, Meter
 from ._report import RangeReport, fold, idle_product, make_row
@@ -43,7 +46,10 @@ def _place(path: tuple) -> str:
 
 
 def _report(fun: Callable, args: tuple, kwargs: dict) -> RangeReport:
-    closed, leaves, assemble = trace_arrays(fun, args, kwargs)
+    with warnings.catch_warnings():
+        # The report says the same.
+        warnings.simplefilter("ignore", PrecisionWarning)
+        closed, leaves, assemble = trace_arrays(fun, args, kwargs)
     meter, inputs = Meter(), [x for _, x in leaves]
 
     def run(*arrays):
@@ -79,6 +85,7 @@ def _report(fun: Callable, args: tuple, kwargs: dict) -> RangeReport:
         result=assemble(out),
         scaled=_said(fun, "scales_its_loss"),
         autocast=bool(_said(fun, "is_autocast")),
+        sums=tuple(long_sums(closed, wide=not mixed)),
     )
 
 
@@ -160,7 +167,8 @@ def range_report(fun: Callable[..., Any]) -> Callable[..., RangeReport]:
 def explain_nonfinite(
     fun: Callable[..., Any], dtype: DTypeLike | None = None
 ) -> Callable[..., str]:
-    """Explains in which line half precision first overflows, by how much, and how to fix it.
+    """Explains in which line half precision first overflows, by how much, and how to fix it. Also
+    names a sum that is so long that it stands still in half precision.
 
     Runs the function once in float32, as [`mpx_pde.range_report`][] does.
 

@@ -13,6 +13,7 @@ import numpy as np
 from .._dtypes import check_choice
 from .._repr import table
 from ..interpret._lines import INSIDE, is_ours
+from ..interpret._sums import UNITS, LongSum
 from ._meter import Measured
 from ._stats import EDGES, Counts, Lost, percent
 
@@ -206,6 +207,8 @@ class RangeReport:
     - `scaled`: whether the function multiplies its loss by a scale; `None` if that is not known.
     - `autocast`: whether [`mpx_pde.autocast`][] chose what is in half precision.
     - `idle`: matrix products and convolutions with sizes that are not multiples of 8.
+    - `sums`: sums that are added up term by term in half precision, as a `LongSum` each, longest
+        first. From 2,048 equal terms on they stand still in float16, and from 256 on in bfloat16.
     - `result`: the result of the function in float32.
     - `edges`: the exponents between the intervals of the histograms.
     """
@@ -218,6 +221,7 @@ class RangeReport:
     edges: tuple[int, ...] = EDGES
     scaled: bool | None = None
     autocast: bool = False
+    sums: tuple[LongSum, ...] = ()
 
     def at_risk(self, row: Row) -> bool:
         """Returns whether a row is, or would be, in half precision."""
@@ -234,6 +238,11 @@ class RangeReport:
         """
         rows = filter(self.at_risk, self.rows)
         return _first((row for row in rows if row.loss(dtype).overflow), dtype)
+
+    def stagnating(self, dtype: str = "float16") -> tuple[LongSum, ...]:
+        """Returns the sums with so many terms that they may stand still in `dtype`."""
+        check_choice(dtype, UNITS, "RangeReport", "dtype")
+        return tuple(x for x in self.sums if x.stagnates(dtype))
 
     def worst(self, n: int | None = None, dtype: str = "float16") -> tuple[Row, ...]:
         """Returns the `n` folded rows that suffer most in `dtype`, or all of them if `n` is `None`.
@@ -256,9 +265,12 @@ class RangeReport:
         return json.loads(json.dumps(out))
 
     def _notes(self) -> list[str]:
-        if not self.idle:
-            return []
         lines = [
+            f"may stand still: {x}" for x in self.sums if x.stagnates(None if x.half else "float16")
+        ]
+        if not self.idle:
+            return lines
+        lines += [
             f"{len(self.idle)} products have sizes that are no multiples of {_TILE}, which leaves "
             "a part of the tensor cores idle:"
         ]

@@ -33,6 +33,7 @@ from ..interpret._precision_report import (
     PrecisionWarning,
     checked,
     traced,
+    warn_user,
 )
 from ._gram import Reflector, conjugate_gradients, factored, first_leading, next_leading, summed
 
@@ -264,6 +265,12 @@ class LevenbergMarquardt(eqx.Module):
                 f"`{_CALL}.update` takes the model, the state that `init(model)` returned, and the "
                 f"examples, but got {in_a_line(state)} as `state`."
             )
+        if jnp.ndim(state.damping):
+            raise ValueError(
+                f"`{_CALL}.update` takes the state of one model, but got one whose `damping` has "
+                f"shape {jnp.shape(state.damping)}, as an update under `jax.vmap` returns it for "
+                "all members. Map this call over the state too, or take that of a member."
+            )
         count, given = len(self.residuals), len(batches) if type(batches) is tuple else None
         if count == 1 and given != 1:
             batches = (batches,)
@@ -286,6 +293,15 @@ class LevenbergMarquardt(eqx.Module):
         parameters = lambda flat: unravel(flat.astype(theta.dtype))
         values = lambda flat: self._values(parameters(flat), static, batches)
         r, push = jax.linearize(values, start)
+        if r.size == count and all(map(_is_whole_batch, batches)):
+            warn_user(
+                f"`{_CALL}.update` got one number from {'each' if count > 1 else 'the'} residual, "
+                f"of arrays that look like many examples, {jtu.tree_map(jnp.shape, batches)}, with "
+                "a leading axis of 1. A residual takes *one* example and returns what should be "
+                "zero there, not the loss of a batch: stack the examples along the leading axis, "
+                "and leave squares and means to the optimizer. If it is meant, filter "
+                "`mpx_pde.PrecisionWarning`."
+            )
         transposed = jax.linear_transpose(push, start)
         pull = lambda b: transposed(b)[0]
         rows = lambda block: self._rows(params, static, state.scaling, *block)
@@ -423,9 +439,10 @@ class LevenbergMarquardt(eqx.Module):
         wide = jtu.tree_map(lambda x: x.astype(self._dtype), params)
         note = (
             f"`{_CALL}.update` calls each residual with the model and *one* example, here of shape "
-            f"{jtu.tree_map(jnp.shape, x)}. Leave `jax.vmap` and means over examples out of it."
+            f"{jtu.tree_map(jnp.shape, x)}, and not with a batch. Leave `jax.vmap` and means over "
+            "examples out of it."
         )
-        with without_halves(), noting(note, TypeError, ValueError, IndexError):
+        with without_halves(), noting(note, Exception):
             out = fun(eqx.combine(wide, static), x)
         return _as_vector(out, f"{_CALL}.update")
 
@@ -583,6 +600,12 @@ def _length_of(batch: PyTree, call: str) -> int:
     if lengths == {0}:
         raise ValueError(f"`{call}` needs at least one example of each residual, but got none.")
     return lengths.pop()
+
+
+def _is_whole_batch(batch: PyTree) -> bool:
+    """Returns whether the one example of a batch has an array of several rows, like a batch."""
+    shapes = [jnp.shape(x) for x in jtu.tree_leaves(batch)]
+    return all(s[0] == 1 for s in shapes) and any(len(s) > 2 and s[1] > 1 for s in shapes)
 
 
 def _as_vector(out: Any, call: str) -> Float[Array, " entries"]:

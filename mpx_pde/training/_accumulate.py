@@ -16,7 +16,8 @@ from .._loss_scaling import AbstractLossScaling
 from .._tree import dealt
 from .._types import AxisName, ForwardLike, GradientOptions, PolicyLike, PyTree
 from ..interpret._precision_report import warn_user
-from ._gradient import Gradient, transformed
+from ._gradient import Evaluated, Gradient, transformed
+from ._options import refuses_argnums
 
 
 _Scaling = TypeVar("_Scaling", bound=AbstractLossScaling | None)
@@ -130,12 +131,14 @@ def _run(
     model, *rest = args
     batched, whole = split_batch(tuple(rest), in_axes, micro_batches, _CALL)
 
-    statics = []  # the parts of `aux` that are not arrays, which could not leave the scan
+    # The parts that are not arrays, which could not leave the scan.
+    statics = []
 
     def body(total, batch):
-        out, *sums = gradient.evaluate((model, *whole(batch)), kwargs)
-        arrays, static = eqx.partition(out, eqx.is_array)
-        statics.append(static)
+        found = gradient.evaluate((model, *whole(batch)), kwargs)
+        arrays, static = eqx.partition((found.value, found.aux), eqx.is_array)
+        statics.append((static, found.depends))
+        sums = [found.grads, found.counts]
         return jtu.tree_map(lambda t, x: t + widen(x), total, sums), arrays
 
     masters = eqx.filter(model, eqx.is_inexact_array)
@@ -154,10 +157,11 @@ def _run(
             "meant, say so by `in_axes=None`."
         )
     _warn_of_keywords(batched, kwargs, micro_batches)
-    values, aux = eqx.combine(arrays, statics[-1])
+    static, depends = statics[-1]
+    values, aux = eqx.combine(arrays, static)
     value = jnp.mean(values)
     mean = jtu.tree_map(lambda g: g / micro_batches, total)
-    state = gradient.finish(mean, model, counts)
+    state = gradient.finish(model, Evaluated(value, aux, mean, counts, depends))
     out = (value, gradient.options.output(aux)) if gradient.options.has_aux else value
     return out, *state
 
@@ -189,6 +193,7 @@ if TYPE_CHECKING:
     ) -> Callable[..., tuple[tuple[Array, PyTree], _Scaling, Array, PyTree]]: ...
 
 
+@refuses_argnums
 def filter_accumulated_value_and_grad(
     func: Callable[..., Any],
     scaling: AbstractLossScaling | None,

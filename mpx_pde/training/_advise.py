@@ -21,20 +21,25 @@ from .._repr import table
 from .._tree import all_finite
 from .._types import PyTree
 from ..derivatives import Scaling
-from ..interpret._precision_report import PrecisionWarning, precision_report
+from ..interpret._precision_report import (
+    PrecisionWarning,
+    arrays_closed_over,
+    precision_report,
+)
 from ..ranges._stats import percent
 from ._floor import in_float64
 from ._grad import filter_value_and_grad
 from ._gradient import Gradient, check_eager
 from ._initial_scaling import NoScaleError, initial_scaling
 from ._norms import apart
-from ._options import parse_options
+from ._options import parse_options, refuses_argnums
 
 
 _CALL = "advise"
 _FULL = {"use_mixed_precision": False}
 _TOLERANCE = 0.01
-"""The largest error of a recommended gradient. Noise between batches is nearly always larger."""
+"""The largest error of a recommended loss and gradient. The noise between batches is nearly always
+larger."""
 _GAIN = 0.9
 """The fraction of float32's memory above which another precision is not worth using."""
 _WIDE = 128
@@ -54,8 +59,9 @@ class Advised:
     - `memory_per_example`: the bytes that each example of the batch adds; `None` if the arrays of
         the batch share no axis.
     - `error`: the relative error of the gradient; NaN if the gradient is not finite.
+    - `value_error`: the relative error of the loss; NaN if the gradient is not finite.
     - `vanished`: the fraction of the gradient's entries that are 0 and should not be.
-    - `finite`: whether any loss scale makes the gradient finite.
+    - `finite`: whether the loss is finite and any loss scale makes the gradient finite.
     - `half_share`: the fraction of the work of all products that is done in half precision.
     - `scaling`: the scaling to start with.
     - `failed`: the error that was raised, or `None`. After an error nothing else is known.
@@ -71,6 +77,7 @@ class Advised:
     half_share: float = 0.0
     scaling: Any = None
     failed: str | None = None
+    value_error: float = float("nan")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,12 +88,15 @@ class Advice:
 
     - `rows`: one row for each precision. float32 comes first (float64 for such parameters), then a
         float32 forward pass with a half-precision backward pass, then half precision throughout.
-    - `choice`: the recommended row: among those whose gradient is accurate to 1 %, the one that
-        needs the least memory. It is float32 if no other row saves a tenth of float32's memory.
+    - `choice`: the recommended row: among those whose loss and gradient are accurate to 1 %, the
+        one that needs the least memory. It is float32 if no other row saves a tenth of float32's
+        memory.
     - `call`: the code to write for it.
     - `width`: the smallest dimension of the largest product.
     - `reference`: the precision that errors are measured against, `"float32"` or `"float64"`.
     - `examples`: the number of examples in the batch, if that is known.
+    - `closed_over`: the floating-point arrays that the loss closes over, such as
+        `"float32[256, 2]"`. No cast reaches them.
     """
 
     rows: tuple[Advised, ...]
@@ -95,12 +105,19 @@ class Advice:
     width: int
     reference: str
     examples: int | None
+    closed_over: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        head = ("", "memory", "an example more", "gradient off by", "vanished", "half products")
+        head = ("", "memory", "an example more", "loss off by", "gradient off by")
+        head += ("vanished", "half products")
         lines = table([head, *map(_cells, self.rows)])
         lines += [f"{row.name} fails: {row.failed}" for row in self.rows if row.failed is not None]
-        lines.append(f"Gradients are compared with those in {self.reference}.")
+        lines.append(f"Losses and gradients are compared with those in {self.reference}.")
+        if self.closed_over:
+            lines.append(
+                f"The loss closes over {', '.join(self.closed_over)}, which no cast reaches: pass "
+                "such data as arguments, or products with them stay in that precision."
+            )
         if jax.default_backend() == "cpu":
             lines.append("A CPU computes halves in float32, so a GPU needs less memory for them.")
         if 0 < self.width < _WIDE:
@@ -116,13 +133,15 @@ def _cells(row: Advised) -> tuple[str, ...]:
     cells = (
         f"{row.memory / 2**20:#.3g} MiB",
         "" if each is None else f"{each / 2**10:#.3g} KiB",
+        f"{row.value_error:.1e}" if row.finite else "",
         f"{row.error:.1e}" if row.finite else "overflows",
         percent(row.vanished),
         f"{100 * row.half_share:.0f} %",
     )
-    return (row.name, *(cells if row.failed is None else ["fails"] * 5))
+    return (row.name, *(cells if row.failed is None else ["fails"] * 6))
 
 
+@refuses_argnums
 def advise(
     func: Callable[..., Any],
     scaling: AbstractLossScaling | None = None,
@@ -135,8 +154,8 @@ def advise(
 
     Compiles and evaluates the gradient in float32, with a float32 forward pass and a half-precision
     backward pass, and in half precision throughout; the latter two in float16 and in bfloat16.
-    Reports how much memory each needs and how large the error of its gradient is. Call it once,
-    before training:
+    Reports how much memory each needs and how large the errors of its loss and gradient are. Call
+    it once, before training:
 
     ```python
     print(mpx.advise(loss)(model, batch))
@@ -196,11 +215,14 @@ def _advice(task: tuple, given: dict[str, Any], args: tuple, kwargs: dict, loss:
         policy = f"params=float32,compute={half},output=float32"
         rows.append(_advised(name.format(half), {"policy": policy, **options}, *trial))
     _say("")
-    good = [r for r in rows if r.finite and r.error <= _TOLERANCE and r.vanished < _TOLERANCE]
+    good = [r for r in rows if r.finite and max(r.error, r.value_error, r.vanished) <= _TOLERANCE]
     least = min(good, key=lambda row: row.memory, default=rows[0])
     choice = least if least.memory <= _GAIN * rows[0].memory else rows[0]
     call = _written(choice, task[2], loss)
-    return Advice(tuple(rows), choice, call, width, reference, _examples(args))
+    call_loss = filter_value_and_grad(*task, **_FULL)
+    closed_over = arrays_closed_over(eqx.filter_make_jaxpr(call_loss)(*args, **kwargs)[0])
+    examples = _examples(args)
+    return Advice(tuple(rows), choice, call, width, reference, examples, tuple(closed_over))
 
 
 def _say(text: str) -> None:
@@ -222,10 +244,10 @@ def _advised(name: str, options: dict[str, Any], *trial: Any) -> Advised:
 def _measured(
     name: str, options: dict[str, Any], task: tuple, args: tuple, kwargs: dict, wide: PyTree
 ) -> tuple[Advised, PyTree, int]:
-    """Compares a precision with the gradient `wide`, by default with its own gradient.
+    """Compares a precision with the loss and gradient `wide`, by default with its own.
 
-    **Returns:** the row, the gradient that it was compared with, and the width of the largest
-    product.
+    **Returns:** the row, the loss and gradient that it was compared with, and the width of the
+    largest product.
     """
     _say(f"{_CALL}: {name}")
     func, scaling, has_aux = task
@@ -243,20 +265,27 @@ def _measured(
             less = gradient.lower(args[0], *jtu.tree_map(first, args[1:]), **kwargs).compile()
             each = (memory - _memory(less)) / (count - count // 2)
     report = precision_report(gradient)(*args, **kwargs)
-    grads = compiled(*args, **kwargs)
-    wide = grads if wide is None else wide
-    pairs = list(zip(jtu.tree_leaves(grads), jtu.tree_leaves(wide), strict=True))
+    found = compiled(*args, **kwargs)
+    wide, grads = found if wide is None else wide, found[1]
+    pairs = list(zip(jtu.tree_leaves(grads), jtu.tree_leaves(wide[1]), strict=True))
     gone = sum(int(jnp.sum((g == 0) & (w != 0))) for g, w in pairs)
     vanished = gone / max(1, sum(int(jnp.sum(w != 0)) for _, w in pairs))
-    finite = bool(all_finite(grads))
-    error = float(apart(grads, wide)) if finite else float("nan")
+    finite = bool(all_finite(found))
+    pairs = zip(found, wide, strict=True)
+    off, error = (float(apart(x, y)) for x, y in pairs) if finite else [float("nan")] * 2
     numbers = memory, each, error, vanished, finite, report.half_share
-    return Advised(name, options, *numbers, scaling), wide, report.width
+    row = Advised(name, options, *numbers, scaling, value_error=off)
+    return row, wide, report.width
 
 
 def _gradient(task: tuple, options: dict[str, Any]) -> Any:
     gradient = filter_value_and_grad(*task, **options)
-    return eqx.filter_jit(lambda *args, **kwargs: gradient(*args, **kwargs)[-1])
+
+    def value_and_gradient(*args, **kwargs):
+        out, *_, grads = gradient(*args, **kwargs)
+        return out[0] if task[2] else out, grads
+
+    return eqx.filter_jit(value_and_gradient)
 
 
 def _memory(compiled: Any) -> int:

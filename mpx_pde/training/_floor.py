@@ -25,7 +25,7 @@ from ..interpret._marks import collecting
 from ._accumulate import split_batch
 from ._gradient import Gradient, copied
 from ._norms import apart, minus, norm, real_of, share_of, total, wide_of
-from ._options import Options, parse_options
+from ._options import Options, parse_options, refuses_argnums
 
 
 _CALL = "precision_floor"
@@ -120,6 +120,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 0.095 else f"{100 * share:.2g} %"
 
 
+@refuses_argnums
 def precision_floor(
     func: Callable[..., Any],
     scaling: AbstractLossScaling | None,
@@ -292,8 +293,8 @@ def _evaluated(gradient: Gradient, args: tuple, kwargs: dict) -> tuple[Array, Py
 
 
 def _gradient(gradient: Gradient, args: tuple, kwargs: dict) -> tuple[Array, PyTree]:
-    (loss, _), grads, _ = gradient.evaluate(*copied((args, kwargs)))
-    return loss, gradient.unscale(grads)
+    found = gradient.evaluate(*copied((args, kwargs)))
+    return found.value, gradient.unscale(found.grads)
 
 
 def _noise(

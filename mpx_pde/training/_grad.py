@@ -13,15 +13,18 @@ from .._loss_scaling import AbstractLossScaling
 from .._types import AxisName, ForwardLike, GradientOptions, PolicyLike, PyTree
 from .._varying import mark_varying, varying_axes
 from ._gradient import Gradient, transformed
+from ._options import refuses_argnums
 
 
 _Scaling = TypeVar("_Scaling", bound=AbstractLossScaling | None)
 
 
 def _value_and_grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
-    (value, aux), grads, counts = gradient.evaluate(args, kwargs)
-    out = (value, gradient.options.output(aux)) if gradient.options.has_aux else value
-    return out, *gradient.finish(grads, args[0], counts)
+    found = gradient.evaluate(args, kwargs)
+    out = found.value
+    if gradient.options.has_aux:
+        out = out, gradient.options.output(found.aux)
+    return out, *gradient.finish(args[0], found)
 
 
 def _grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
@@ -33,7 +36,7 @@ def _scaled_grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
     if gradient.options.casts:
         # Cast outside of the differentiated function.
         args, kwargs = gradient.options.cast(args, kwargs)
-    (value, aux), grads, counts = gradient.evaluate(args, kwargs)
+    value, aux, grads, counts, _ = gradient.evaluate(args, kwargs)
     if gradient.options.use_mixed_precision:
         value = gradient.scaling.scale(value)
     grads = grads if counts is None else (grads, counts)
@@ -61,6 +64,7 @@ if TYPE_CHECKING:
     ) -> Callable[..., tuple[tuple[Array, PyTree], _Scaling, Array, PyTree]]: ...
 
 
+@refuses_argnums
 def filter_value_and_grad(
     func: Callable[..., Any],
     scaling: AbstractLossScaling | None,
@@ -142,7 +146,8 @@ def filter_value_and_grad(
     - `value`: the loss before scaling, float32 (float64 for a float64 loss).
     - `aux`: the auxiliary output, in the output dtype; integers and `eqx.nn.State` are untouched.
     - `scaling`: the scaling for the next step.
-    - `grads_finite`: a scalar bool array. Pass it to [`mpx_pde.optimizer_update`][].
+    - `grads_finite`: a scalar bool array, whether the gradients and `value` are finite. Pass it to
+        [`mpx_pde.optimizer_update`][].
     - `grads`: the gradients, with the structure and dtypes of the first argument, and `None` for
         leaves that are not differentiated.
 
@@ -184,6 +189,7 @@ if TYPE_CHECKING:
     ) -> Callable[..., tuple[_Scaling, Array, PyTree, PyTree]]: ...
 
 
+@refuses_argnums
 def filter_grad(
     func: Callable[..., Any],
     scaling: AbstractLossScaling | None,
@@ -236,6 +242,7 @@ if TYPE_CHECKING:
     ) -> Callable[..., tuple[tuple[Array, PyTree], PyTree]]: ...
 
 
+@refuses_argnums
 def calculate_scaled_grad(
     func: Callable[..., Any],
     scaling: AbstractLossScaling | None,
@@ -271,6 +278,7 @@ def calculate_scaled_grad(
     return transformed("calculate_scaled_grad", _scaled_grad, func, scaling, has_aux, *given)
 
 
+@refuses_argnums
 def line_search_value(
     func: Callable[..., Any],
     scaling: AbstractLossScaling | None,

@@ -6,8 +6,8 @@ import dataclasses
 import functools as ft
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -24,7 +24,7 @@ from .._forward import Forward, forward_in, without_halves
 from .._loss_scaling import DynamicLossScaling, NoOpLossScaling, check_scaling, split_aux
 from .._notes import noting_the_cast, noting_the_model, noting_the_trace
 from .._repr import in_a_line
-from .._tree import all_finite, with_fields
+from .._tree import all_finite, all_zero, with_fields
 from .._types import AxisName, PyTree
 from .._varying import mark_varying, size_of_axis
 from ..autocast import autocast as autocast_function
@@ -40,6 +40,7 @@ from ..engine import InForward, linearized
 from ..engine._roles import dependent
 from ..interpret._flat import flatten
 from ..interpret._jaxpr import contains
+from ..interpret._phases import rounded_phase
 from ..interpret._precision_report import (
     LEAST_IN_FULL,
     OF_AUTOCAST,
@@ -49,6 +50,7 @@ from ..interpret._precision_report import (
     traced,
     warn_user,
 )
+from ..interpret._sums import described as describe_sums, long_sums
 from ._options import Options, parse_options
 
 
@@ -127,6 +129,51 @@ def _descended(before: Any, after: Any) -> Any:
     return after
 
 
+def _with_vanished(scaling: Any, vanished: Array) -> Any:
+    """Returns a scaling that counts one more vanished gradient if `vanished`."""
+    if isinstance(scaling, Scaling):
+        loss = _with_vanished(scaling.loss, vanished)
+        return with_fields(scaling, loss=loss, vanished=scaling.vanished + vanished)
+    if isinstance(scaling, DynamicLossScaling):
+        return with_fields(scaling, vanished=scaling.vanished + vanished)
+    return scaling
+
+
+class Evaluated(NamedTuple):
+    """The value of a loss and its gradients.
+
+    **Attributes:**
+
+    - `value`: the loss before it is scaled.
+    - `aux`: the auxiliary output as the function returned it, or `None`.
+    - `grads`: the gradients, still scaled, in the dtypes of the masters.
+    - `counts`: the counts of derivatives, or `None`.
+    - `depends`: whether the loss depends on the parameters, as JAX knows it. It does not behind a
+        `jax.lax.stop_gradient`.
+    """
+
+    value: Array
+    aux: PyTree
+    grads: PyTree
+    counts: PyTree
+    depends: bool = True
+
+
+def _noticed(value: Array, depends: list[bool]) -> Array:
+    """Returns `value`, and appends to `depends` when it is differentiated with a tangent."""
+
+    @jax.custom_jvp
+    def same(x):
+        return x
+
+    @same.defjvp
+    def _(primals, tangents):  # not called for a tangent that is zero by structure
+        depends.append(True)
+        return primals[0], tangents[0]
+
+    return same(value)
+
+
 def check_eager(tree: PyTree, call: str) -> None:
     """Raises a `TypeError` in the name of `call` if any leaf of `tree` is a tracer."""
     if traced(tree):
@@ -161,6 +208,26 @@ class Gradient(eqx.Module):
             check_takes_derivatives(func, call)
         return cls(func, scaling, options)
 
+    def check_unmapped(self) -> None:
+        """Raises a `ValueError` if the scaling is that of several members of an ensemble."""
+        scaling = self.scaling
+        scales: dict[str, tuple[Any, int]] = {
+            "loss_scaling": (getattr(scaling, "loss_scaling", None), 0)
+        }
+        if isinstance(scaling, Scaling):
+            scales = {
+                "loss.loss_scaling": (getattr(scaling.loss, "loss_scaling", None), 0),
+                "derivatives.exponents": (scaling.derivatives.exponents, 1),
+            }
+        for name, (x, axes) in scales.items():
+            if np.ndim(x) > axes:
+                raise ValueError(
+                    f"`{self.options.call}` takes the scaling of one model, but got a "
+                    f"{type(scaling).__name__} whose `{name}` has shape {jnp.shape(x)}, as a step "
+                    "under `jax.vmap` returns it for all members. Map this call over the scaling "
+                    "too, or take that of a member: `jax.tree.map(lambda x: x[0], scaling)`."
+                )
+
     @property
     def derivatives(self) -> Any:
         """Returns the derivative scaling that the function receives, or `None` if there is none."""
@@ -188,17 +255,22 @@ class Gradient(eqx.Module):
             func = InForward(func, options.precisions)
         if options.autocast is not None and options.in_half:
             func = autocast_function(func, dtype, **dict(options.autocast))
-        cast = options.casts and options.in_half
-        noting = noting_the_cast(options.call, dtype) if cast else nullcontext()
         halves = nullcontext() if options.use_mixed_precision else without_halves()
         noted = noting_the_model(options.call, args)
-        with halves, noting, noted, noting_unscaled() as unscaled:
+        with halves, self._noting(), noted, noting_unscaled() as unscaled:
             out = func(*args, **self.with_derivatives(kwargs, derivatives))
         if unscaled and self.derivatives is None and options.in_half:
             self._warn_of_unscaled(*unscaled.popitem())
         out, aux = split_aux(out, options.call) if options.has_aux else (out, None)
         value = _check_loss(out, options.has_aux, options.call)
         return widen(value) if options.use_mixed_precision else value, aux
+
+    def _noting(self, backward: bool = False) -> AbstractContextManager:
+        """Adds a note to errors that the casts of arguments lead to."""
+        options = self.options
+        if not options.casts or not options.in_half:
+            return nullcontext()
+        return noting_the_cast(options.call, options.compute_dtype, backward)
 
     def _warn_of_unscaled(self, call: str, order: int) -> None:
         warn_user(
@@ -210,16 +282,12 @@ class Gradient(eqx.Module):
             "or bfloat16. If it is meant, filter `mpx_pde.PrecisionWarning`."
         )
 
-    def evaluate(self, args: tuple, kwargs: dict) -> tuple[tuple, PyTree, PyTree]:
-        """Evaluates the loss and its gradients.
-
-        **Returns:** `(value, aux)`, with the unscaled loss and `aux` as the function returned it;
-        the gradients, still scaled, in the dtypes of the masters in `args[0]`; the counts of
-        derivatives, or `None`.
-        """
+    def evaluate(self, args: tuple, kwargs: dict) -> Evaluated:
+        """Evaluates the loss and its gradients with respect to `args[0]`."""
         options, mixed = self.options, self.options.use_mixed_precision
         if mixed and options.axis_name is not None:
             size_of_axis(options.axis_name, options.call)
+        depends: list[bool] = []
 
         def loss(differentiated, others, kwargs):
             model, derivatives = differentiated
@@ -231,7 +299,7 @@ class Gradient(eqx.Module):
             model = _as_varying(model, options.axis_name)
             cast_args, cast_kwargs = options.cast((model, *others), kwargs)
             value, aux = self.loss(cast_args, cast_kwargs, derivatives)
-            return self.scaling.scale(value), (value, aux)
+            return self.scaling.scale(_noticed(value, depends)), (value, aux)
 
         differentiated = args[0], self.derivatives if mixed else None
         value_and_grad = eqx.filter_value_and_grad(loss, has_aux=True)
@@ -244,34 +312,46 @@ class Gradient(eqx.Module):
             )
         # For products that ask for no precision: in a full forward pass they are true float32 too.
         full = highest_precision("highest") if options.in_full else nullcontext()
-        with full if mixed else true_float32(), noting_the_trace(options.call):
+        precision = full if mixed else true_float32()
+        with precision, noting_the_trace(options.call), self._noting(backward=True):
             (_, out), (grads, counts) = value_and_grad(differentiated, args[1:], kwargs)
-        return out, grads, None if counts is None else counts.counts
+        return Evaluated(*out, grads, None if counts is None else counts.counts, bool(depends))
 
     def unscale(self, grads: PyTree) -> PyTree:
         """Unscales gradients by the scale of this step."""
         return self.scaling.unscale(grads) if self.options.use_mixed_precision else grads
 
-    def finish(self, grads: PyTree, model: PyTree, counts: PyTree) -> tuple:
+    def finish(self, model: PyTree, found: Evaluated) -> tuple:
         """Unscales the gradients and brings the scaling up to date."""
         masters = eqx.filter(model, eqx.is_inexact_array)
         # A NumPy master may have a dtype that is wider than those of JAX.
         like = lambda g, m: g.astype(jax.dtypes.canonicalize_dtype(m.dtype))
-        grads = jtu.tree_map(like, self.unscale(grads), masters)
+        grads = jtu.tree_map(like, self.unscale(found.grads), masters)
         if not self.options.use_mixed_precision:
             return self.scaling, jnp.array(True), grads
-        finite = all_finite(grads)
-        if self.options.axis_name is not None:
-            # Finite on every device.
-            finite = lax.psum((~finite).astype(jnp.int32), self.options.axis_name) == 0
+        finite, vanished = self._checked(found, grads)
         usable, seen = finite, ()
-        if counts is not None:
-            seen = (sum_counts(counts, self.options.axis_name),)
+        if found.counts is not None:
+            seen = (sum_counts(found.counts, self.options.axis_name),)
             # Gradients can be finite although a derivative overflowed, if the loss masks it.
             usable = finite & self.derivatives.finite(*seen)
         with forward_in(self.options.precisions):  # the cap of the scale depends on it
             adjusted = self.scaling.adjust(finite, *seen)
-        return _descended(self.scaling, adjusted), usable, grads
+        adjusted = _descended(self.scaling, adjusted)
+        return _with_vanished(adjusted, vanished & usable), usable, grads
+
+    def _checked(self, found: Evaluated, grads: PyTree) -> tuple[Array, Array]:
+        """Returns whether the loss and its gradients are finite, and whether the gradients are zero
+        although the loss depends on the parameters and is not zero, as it is where it converged or
+        is masked. With an `axis_name`, all devices are looked at.
+        """
+        finite = all_finite(grads) & jnp.isfinite(found.value)
+        zero, some = all_zero(grads), found.value != 0
+        if self.options.axis_name is not None:
+            flags = jnp.stack([~finite, ~zero, some]).astype(jnp.int32)
+            told = lax.psum(flags, self.options.axis_name) > 0
+            finite, zero, some = ~told[0], ~told[1], told[2]
+        return finite, zero & some & (self.options.in_half and found.depends)
 
 
 @dataclasses.dataclass
@@ -352,6 +432,33 @@ def _check_scales_anything(call: str, closed: ClosedJaxpr) -> None:
         )
 
 
+def _check_sums(options: Options, closed: ClosedJaxpr) -> None:
+    """Issues a warning if a traced program has sums in half precision that stand still."""
+    if sums := [x for x in long_sums(closed) if x.stagnates()]:
+        others = ["`forward='float32'`", "`autocast=True`"]
+        others = others[: 2 - options.in_full - (options.autocast is not None)]
+        others = f", or pass {' or '.join(others)}" if others and not options.in_full else ""
+        warn_user(
+            f"`{options.call}`: {describe_sums(sums)}{others}. If it is meant, filter "
+            "`mpx_pde.PrecisionWarning`."
+        )
+
+
+def _check_phases(options: Options, closed: ClosedJaxpr) -> None:
+    """Issues a warning if a traced program takes exponentials of complex numbers whose phases were
+    rounded.
+    """
+    if options.casts and (line := rounded_phase(closed)) is not None:
+        digits = jnp.finfo(options.compute_dtype).nmant + 1
+        warn_user(
+            f"`{options.call}`: {line} takes an exponential of complex numbers whose parts were "
+            f"rounded to {options.compute_dtype.name}: 2^-{digits} of a phase, of which only the "
+            "rest modulo 2π counts. Keep these parameters in float32 by "
+            "`keep_full` or `mpx_pde.FullPrecision`, or pass `autocast=True` or "
+            "`forward='float32'`. If it is meant, filter `mpx_pde.PrecisionWarning`."
+        )
+
+
 def transformed(call: str, run: Callable, func: Any, scaling: Any, *given: Any) -> Callable:
     """Builds the function that the public transformation `call` returns. `run` is passed to
     [`Transformed`][], and `given` are the arguments of [`parse_options`][].
@@ -402,6 +509,7 @@ class Transformed(eqx.Module):
 
     def __call__(self, /, *args, **kwargs):
         self.gradient.options.check_called_with(args)
+        self.gradient.check_unmapped()
         # The caller needs the old `eqx.nn.State` to roll back to.
         args, kwargs = copied((args, kwargs))
         return self.gradient.options.in_context(lambda: self._run(args, kwargs))
@@ -423,6 +531,8 @@ class Transformed(eqx.Module):
         asked_for = options.call, options.compute_dtype
 
         def look(closed, *traced):
+            _check_sums(options, closed)
+            _check_phases(options, closed)
             if gradient.derivatives is not None and gradient.derivatives.active:
                 _check_scales_anything(options.call, closed)
             if options.has_aux and options.casts:

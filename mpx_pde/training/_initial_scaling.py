@@ -20,6 +20,7 @@ from ..derivatives._rules import SMALLEST_NORMAL
 from ..interpret._precision_report import warn_user
 from ._gradient import Gradient, check_eager, copied, transformed
 from ._norms import minus, norm
+from ._options import refuses_argnums
 
 
 _CALL = "initial_scaling"
@@ -44,6 +45,7 @@ _IN_FLOAT32 = (
 )
 
 
+@refuses_argnums
 def initial_scaling(
     func: Callable[..., Any],
     scaling: AbstractLossScaling,
@@ -114,11 +116,12 @@ class _Evaluated(NamedTuple):
 
 @eqx.filter_jit
 def _evaluate(gradient: Gradient, args: tuple, kwargs: dict) -> _Evaluated:
-    (value, _), grads, counts = gradient.evaluate(args, kwargs)
-    adjusted, finite, grads = gradient.finish(grads, args[0], counts)
-    mendable = jnp.isfinite(value)
-    if counts is not None:
-        mendable = mendable | ~gradient.derivatives.finite(counts)
+    found = gradient.evaluate(args, kwargs)
+    # These are no steps: a gradient that vanishes at some scale is not counted.
+    adjusted, finite, grads = gradient.finish(args[0], found._replace(depends=False))
+    mendable = jnp.isfinite(found.value)
+    if found.counts is not None:
+        mendable = mendable | ~gradient.derivatives.finite(found.counts)
     return _Evaluated(mendable, adjusted, finite, grads)
 
 
@@ -135,14 +138,24 @@ def _is_zero(grads: PyTree) -> bool:
     return not _apart(grads, jtu.tree_map(jnp.zeros_like, grads))
 
 
-def _is_zero_in_float32(gradient: Gradient, args: tuple, kwargs: dict) -> bool:
-    """Returns whether the gradient is zero without halves too, or cannot be told."""
+def _zeros(grads: PyTree) -> dict[str, bool]:
+    """Returns whether the gradient of each parameter is zero, by the path of the parameter."""
+    return {jtu.keystr(path): not jnp.any(x) for path, x in jtu.tree_leaves_with_path(grads)}
+
+
+def _vanished(grads: PyTree, gradient: Gradient, args: tuple, kwargs: dict) -> list[str]:
+    """Returns the paths of the parameters whose gradient is zero in `grads`, but not without
+    halves, as far as that can be told."""
+    zero = [path for path, is_zero in _zeros(grads).items() if is_zero]
+    if not zero:
+        return []
     options = dataclasses.replace(gradient.options, use_mixed_precision=False)
     full = dataclasses.replace(gradient, options=options)
     try:
-        return _is_zero(_evaluate(full, *copied((args, kwargs))).grads)
+        really = _zeros(_evaluate(full, *copied((args, kwargs))).grads)
     except (TypeError, ValueError):  # such as a loop that begins with a half
-        return True
+        return []
+    return [path for path in zero if not really[path]]
 
 
 def _run(gradient: Gradient, args: tuple, kwargs: dict) -> Any:
@@ -173,11 +186,14 @@ def _run(gradient: Gradient, args: tuple, kwargs: dict) -> Any:
         exponents, found = _found(start, evaluate, cap)
     except NoScaleError as error:
         raise (raised[-1] if raised else error) from None
-    if _is_zero(found.grads) and not _is_zero_in_float32(gradient, args, kwargs):
+    if vanished := _vanished(found.grads, gradient, args, kwargs):
+        of = "" if len(vanished) == len(_zeros(found.grads)) else f" for {', '.join(vanished)}"
         warn_user(
-            f"`{_CALL}` finds a gradient that is zero at every scale, but not in float32. In "
-            "float16 a number below 2^-24 is zero, even one that is written in the code. "
-            f"{_IN_FLOAT32}, or make the loss larger."
+            f"`{_CALL}` finds a gradient that is zero{of} at every scale, but not in float32. In "
+            "float16 a number below 2^-24 is zero, even one that is written in the code, and so is "
+            "the derivative of what overflows and divides. `mpx_pde.explain_nonfinite` of the "
+            f"gradient names the line. {_IN_FLOAT32}, pass `autocast=True`, or make the loss "
+            "larger."
         )
     return _with_exponents(start, exponents)
 
@@ -289,7 +305,7 @@ def _in_range(
     """Finds exponents at which the gradient is finite, by the same rules that adjust scales from
     step to step. Returns these exponents and the gradient there.
     """
-    tried, taken = set(), None
+    tried, taken, mendable = set(), None, True
     while tuple(exponents) not in tried:
         tried.add(tuple(exponents))
         found = evaluate(exponents)
@@ -297,14 +313,15 @@ def _in_range(
         if found.finite:
             # Derivatives may still vanish: then their scales rise.
             taken, following = (exponents, found), np.where(of_loss, exponents, following)
-        elif not found.mendable:
+        elif not (mendable := bool(found.mendable)):
             break
         exponents = following
     if taken is None:
+        why = "" if mendable else " The loss itself is not finite, before it is scaled."
         raise NoScaleError(
-            f"`{_CALL}` found no scale at which the gradient of this batch is finite. Look where "
-            "it overflows with `mpx_pde.explain_nonfinite`, and whether it is finite in float32, "
-            "with `use_mixed_precision=False`."
+            f"`{_CALL}` found no scale at which the gradient of this batch is finite.{why} Look "
+            "where it overflows with `mpx_pde.explain_nonfinite`, and whether it is finite in "
+            "float32, with `use_mixed_precision=False`."
         )
     return taken
 

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
-from jaxtyping import Array, Float, Float32, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Float32, PRNGKeyArray
 
-from .._cast import is_inexact, widen
+from .._cast import is_inexact, rounded_to, widen
 from .._dtypes import check_choice, is_half
 from .._tree import check_key, first_difference
 from .._types import PyTree
@@ -132,6 +132,14 @@ def round_stochastically(
     return jnp.where(inside, jnp.clip(rounded, -largest, largest), x).astype(dtype)
 
 
+def _overflows(new: Float32[Array, "*shape"], dtype: Any) -> Bool[Array, "*shape"]:
+    """Returns where finite numbers are rounded to infinities in a half type."""
+    info = jnp.finfo(dtype)
+    most = float(info.max) + 2.0 ** int(info.maxexp - info.nmant - 2)  # halfway to the next number
+    # Not by a cast and `isinf`: XLA may leave out the cast.
+    return jnp.isfinite(new) & (jnp.abs(new) >= most)
+
+
 class Noise(NamedTuple):
     """The random numbers of one step.
 
@@ -179,6 +187,8 @@ def applied(
 ) -> tuple[PyTree, PyTree]:
     """Applies updates to the model. Returns model and optimizer state after the step.
 
+    An entry of a half-precision parameter that an update would make infinite stays as it is.
+
     **Arguments:**
 
     - `old`: model and optimizer state before the step. If the state has residues, updates are added
@@ -193,7 +203,8 @@ def applied(
         model, residue = _add_compensated(model, updates, before.residue)
         # Moving averages have no residue, and would stand still if rounded to the nearest.
         return model, Compensated(_rounded_tree(state, before.state, noise), residue)
-    new = eqx.apply_updates(widen(model), updates), state
+    stays = lambda x, p: jnp.where(_overflows(x, p.dtype), widen(p), x) if _is_narrow(p) else x
+    new = jtu.tree_map(stays, eqx.apply_updates(widen(model), updates), model), state
     return new if noise is None else _rounded_tree(new, old, noise)
 
 
@@ -211,11 +222,7 @@ def _rounded_tree(tree: PyTree, like: PyTree, noise: Noise) -> PyTree:
 
 def _add_compensated(model: PyTree, updates: PyTree, residue: PyTree) -> tuple[PyTree, PyTree]:
     """Adds an update to each half-precision parameter by Kahan's summation, and to others by a
-    plain sum. Returns `(model, residue)`.
-
-    `reduce_precision` keeps XLA from computing the residue from an unrounded sum, which would give
-    zero.
-    """
+    plain sum. Returns `(model, residue)`."""
 
     leaves, structure = jtu.tree_flatten(model)
     updates, residue = map(structure.flatten_up_to, (updates, residue))
@@ -228,10 +235,12 @@ def _add_compensated(model: PyTree, updates: PyTree, residue: PyTree) -> tuple[P
 
 
 def _carried(p: Array, update: Array, residue: Array) -> tuple[Array, Array]:
-    info = jnp.finfo(p.dtype)
     old = p.astype(jnp.float32)
     due = update.astype(jnp.float32) + residue.astype(jnp.float32)
-    new = lax.reduce_precision(old + due, info.nexp, info.nmant)
+    # Not two casts: of a sum that is not rounded there is no residue.
+    new = rounded_to(old + due, p.dtype)
     rest = due - (new - old)
-    # A sum beyond the largest number leaves nothing to carry.
-    return new.astype(p.dtype), jnp.where(jnp.isfinite(rest), rest, 0.0).astype(p.dtype)
+    # An infinity has no remainder.
+    rest = jnp.where(jnp.isfinite(rest), rest, 0.0).astype(p.dtype)
+    stays = _overflows(old + due, p.dtype)
+    return jnp.where(stays, p, new.astype(p.dtype)), jnp.where(stays, residue, rest)

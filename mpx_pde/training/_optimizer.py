@@ -252,6 +252,8 @@ def optimizer_update(
     If any parameters are narrower than float32, gradients, parameters and state are widened to
     float32 for the optimizer, which therefore computes norms and moments in float32. The results
     are cast back to the original dtypes. Masks and labels by dtype must be PyTrees, not functions.
+    An entry of a half-precision parameter that its update would take beyond the range of the type,
+    65504 for float16, is not updated: it would be infinite from then on.
 
     **Arguments:**
 

@@ -3,8 +3,8 @@ training with such options does."""
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, TypeVar, cast
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -155,6 +155,47 @@ def parse_options(
             "them."
         )
     return dataclasses.replace(options, autocast=None) if options.in_full else options
+
+
+_Function = TypeVar("_Function", bound=Callable)
+
+
+def refuses_argnums(transformation: _Function) -> _Function:
+    """Makes a gradient transformation raise a `TypeError` with the code to write for `argnums`."""
+    call = transformation.__name__
+
+    @wraps(transformation)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        argnums = kwargs.pop("argnums", None)
+        if argnums is None or argnums == 0:
+            return transformation(*args, **kwargs)
+        moved, given, first = _moved(argnums)
+        raise TypeError(
+            f"`{call}` differentiates with respect to the first positional argument, as Equinox "
+            f"does, and takes no `argnums`, but got {argnums!r}. Write:\n"
+            f"    moved = lambda {first}: loss({moved})\n"
+            f"    mpx_pde.{call}(moved, scaling, ...)({given})\n"
+            "Entries of `keep_full` are for the arguments in this order."
+        )
+
+    return cast(_Function, checked)
+
+
+def _moved(argnums: Any) -> tuple[str, str, str]:
+    """Returns the arguments of a loss, those of the call and those of the function between them,
+    as code, if what `argnums` selects is passed first."""
+    chosen = argnums if isinstance(argnums, tuple | list) else (argnums,)
+    if not chosen or not all(isinstance(i, int) and i >= 0 for i in chosen):
+        return "*given, *rest", "(model, other), batch", "given, *rest"
+    single = not isinstance(argnums, tuple | list)
+    names = "abcdefghijklmnopqrstuvwxyz"[: max(chosen) + 1] + "*"
+    places = {i: "given" if single else f"given[{k}]" for k, i in enumerate(chosen)}
+    others = [x for i, x in enumerate(names[:-1]) if i not in places]
+    inside = [places.get(i, x) for i, x in enumerate(names[:-1])]
+    picked = ", ".join(names[i] for i in chosen)
+    picked = picked if single else f"({picked}{',' * (len(chosen) == 1)})"
+    join = lambda *parts: ", ".join((*parts, "*rest"))
+    return join(*inside), join(picked, *others), join("given", *others)
 
 
 def _parse_policy(policy: Any, call: str) -> jmp.Policy | None:

@@ -215,7 +215,7 @@ def test_a_scaling_is_shown_in_a_few_lines():
     shown = repr(scaling)
     assert len(shown.splitlines()) <= 12
     assert_tells(shown, "loss=StaticLossScaling(loss_scaling=2^2)", "x: 2^-2, t: 2^0")
-    assert_tells(shown, "overflows={x: 1, t: 0}", "skipped_steps=1, consecutive_skips=1")
+    assert_tells(shown, "overflows={x: 1, t: 0}", "skipped_steps=1, consecutive_skips=1, vanished")
     assert_tells(shown, "2^-24 to 2^15", "per_direction")
     # Also where there are no values.
     assert "scales=2^int32[2]" in repr(jax.eval_shape(lambda: scaling))

@@ -15,6 +15,7 @@ from helpers import coordinate_mlp, equations, in_float64, relative
 
 import mpx_pde as mpx
 from mpx_pde import nn
+from mpx_pde.nn._arithmetic import separate
 
 
 def points(n=8, coords=2):
@@ -31,6 +32,13 @@ def test_frequencies_are_not_trained_and_a_copy_is_the_same_model():
     assert eqx.tree_equal(after.embedding, model.embedding)
     assert not eqx.tree_equal(after.first, model.first)
     assert nn.soft_clip(4.0) == pickle.loads(pickle.dumps(nn.soft_clip(4.0)))
+
+
+def test_values_in_a_kernel_of_their_own_are_the_same():
+    """Also those below float16's normal numbers."""
+    every = np.arange(2**16, dtype=np.uint16).view(np.float16)
+    for x in (every, np.array([1.0, 2.0**-120, 0.1], np.float32)):
+        np.testing.assert_array_equal(jax.jit(separate)(x), x, strict=True)
 
 
 @pytest.mark.parametrize(

@@ -302,7 +302,7 @@ def test_a_residual_of_all_examples():
     with pytest.raises((ValueError, TypeError, IndexError)) as caught:
         optimizer.update(network, optimizer.init(network), (jnp.ones((20, 2)),))
     [note] = [n for n in caught.value.__notes__ if "LevenbergMarquardt" in n]
-    assert "one* example, here of shape (2,). Leave `jax.vmap`" in note
+    assert "one* example, here of shape (2,), and not with a batch. Leave `jax.vmap`" in note
 
 
 @pytest.mark.slow
@@ -312,3 +312,23 @@ def test_the_example_converges_and_draws_its_error(tmp_path):
     result = importlib.import_module("second_order").main("reaction", steps=48, plot=out)
     assert result.error < 1e-3
     assert out.stat().st_size > 10_000
+
+
+def test_a_loss_in_place_of_a_residual_is_told():
+    """One number from an example that holds a whole batch."""
+    model, points = jnp.ones(2), jnp.array([[1.0, 2.0], [3.0, 4.0], [0.0, 1.0]])
+    loss = lambda w, points: jnp.mean((points @ w - 1) ** 2)
+    optimizer = mpx.LevenbergMarquardt(loss)
+    with pytest.warns(mpx.PrecisionWarning, match=r"one number .*\(1, 3, 2\).*\*one\* example"):
+        optimizer.update(model, optimizer.init(model), points[None])
+    # One example with one residual is none.
+    optimizer = mpx.LevenbergMarquardt(lambda w, point: point @ w - 1)
+    optimizer.update(model, optimizer.init(model), points[:1])
+
+
+def test_the_state_of_an_ensemble_is_told():
+    model = jnp.ones(2)
+    optimizer = mpx.LevenbergMarquardt(lambda w, point: point @ w - 1)
+    state = jtu.tree_map(lambda x: jnp.stack([x, x]), optimizer.init(model))
+    with pytest.raises(ValueError, match=r"`damping` has shape \(2,\)"):
+        optimizer.update(model, state, jnp.ones((3, 2)))

@@ -137,7 +137,7 @@ def test_keep_full_is_a_prefix_of_the_arguments(case):
     names |= {"points": "[0][2]", "c": "[1]['c']"}
     want = {path: "float32" if name in kept else "float16" for name, path in names.items()}
     assert seen == want
-    assert finite
+    assert finite == ("points" in kept)  # 70000 makes the loss infinite in half
     assert tree_equal_bits(grads, {"w": jnp.ones(2), "b": jnp.ones(2)})
 
 
@@ -527,3 +527,51 @@ def test_a_model_that_is_passed_second_is_told():
     with pytest.raises(TypeError) as caught:
         gradient(x, jnp.ones(3), y)
     assert not any("pass it first" in note for note in getattr(caught.value, "__notes__", ()))
+
+
+# --- What is differentiated -----------------------------------------------------------------------
+
+ON_THIRD = """moved = lambda given, a, b, *rest: loss(a, b, given, *rest)
+    mpx_pde.{}(moved, scaling, ...)(c, a, b, *rest)"""
+ON_TWO = """moved = lambda given, b, *rest: loss(given[0], b, given[1], *rest)
+    mpx_pde.{}(moved, scaling, ...)((a, c), b, *rest)"""
+
+
+@pytest.mark.parametrize("name", ["filter_grad", "filter_value_and_grad", "calculate_scaled_grad"])
+@pytest.mark.parametrize(("argnums", "code"), [(2, ON_THIRD), ((0, 2), ON_TWO)])
+def test_argnums_are_refused_with_the_code_to_write(name, argnums, code):
+    def loss(a, b, c, d):
+        return jnp.sum(a * b) + jnp.sum(c**2 * d)
+
+    args = [jnp.array([1.0, 2.0]) * (i + 1) for i in range(4)]
+    with pytest.raises(TypeError, match="takes no `argnums`") as caught:
+        getattr(mpx, name)(loss, scaler(2), argnums=argnums)
+    lines = str(caught.value).splitlines()[1:3]
+    assert "\n".join(lines).strip() == code.format(name)
+    # The code works.
+    assigned, call = (line.strip() for line in lines)
+    names = {"loss": loss, "mpx_pde": mpx, "scaling": scaler(2)}
+    names |= dict(zip(("a", "b", "c"), args, strict=False)) | {"rest": args[3:]}
+    exec(assigned, names)
+    grads = eval(call.replace(", ...", ""), names)[-1]
+    scale = 4 if name == "calculate_scaled_grad" else 1
+    want = jax.grad(loss, argnums)(*args)
+    assert tree_equal_bits(jtu.tree_map(lambda g: g.astype(jnp.float32) / scale, grads), want)
+    # The first argument is what it differentiates anyway.
+    assert relative(mpx.filter_grad(loss, scaler(2), argnums=0)(*args)[2], args[1]) == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*takes no derivative:mpx_pde.PrecisionWarning")
+@pytest.mark.parametrize("kind", ["loss", "both"])
+def test_the_scaling_of_an_ensemble_is_told(kind):
+    scaling = scaler(4)
+    if kind == "both":
+        scaling = mpx.Scaling(scaling, mpx.DerivativeScaling.per_direction("x"))
+    loss = lambda w, x, derivatives=None: jnp.sum(w * x)
+    step = lambda w, scaling: mpx.filter_grad(loss, scaling)(w, jnp.ones(2))[0]
+    scalings = jax.vmap(step, (0, None))(jnp.ones((3, 2)), scaling)
+    with pytest.raises(ValueError, match=r"`(loss\.)?loss_scaling` has shape \(3,\).*vmap"):
+        step(jnp.ones(2), scalings)
+    # The suggestions work.
+    jax.vmap(step)(jnp.ones((3, 2)), scalings)
+    step(jnp.ones(2), jax.tree.map(lambda x: x[0], scalings))

@@ -11,6 +11,7 @@ from helpers import HALVES, over_devices, tree_equal_bits
 from jax.sharding import PartitionSpec as P
 
 import mpx_pde as mpx
+from mpx_pde._cast import rounded_to
 from mpx_pde.training._masters import round_stochastically
 
 
@@ -172,3 +173,61 @@ def test_residues_of_another_model_are_told_of():
         match = r"`optimizer_update` .* residues .* at \['.*'\] it has"
         with pytest.raises(ValueError, match=match):
             mpx.optimizer_update(model, optimizer, state, model, True, master="kahan")
+
+
+def test_rounding_in_float32_is_that_of_a_cast():
+    """Of all numbers of float16, those between them, and those beyond its range."""
+    every = np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float32)
+    finite = np.sort(every[np.isfinite(every)])
+    x = np.concatenate([finite, (finite[:-1] + finite[1:]) / 2, [1e6, -1e6, np.inf, np.nan]])
+    x = np.concatenate([x, np.nextafter(x, np.float32(np.inf)), x * np.float32(1.0001)])
+    x = x.astype(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        want = x.astype(np.float16).astype(np.float32)
+    np.testing.assert_array_equal(jax.jit(rounded_to, static_argnums=1)(x, jnp.float16), want)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_kahan_keeps_small_parameters(dtype):
+    """Parameters below float16's normal numbers, with gradients of zero and of their size."""
+    model = jax.random.normal(jax.random.key(0), (1000,)).astype(jnp.float32) * 2e-5
+    model = model.astype(dtype)
+    optimizer = optax.sgd(1.0)
+    state = mpx.compensated(optimizer.init(model), model)
+    update = lambda m, s, g: mpx.optimizer_update(m, optimizer, s, g, True, master="kahan")
+    update = jax.jit(update)
+    same, after = update(model, state, jnp.zeros_like(model))
+    assert same.dtype == model.dtype
+    np.testing.assert_array_equal(same.astype(jnp.float32), model.astype(jnp.float32))
+    assert not np.any(after.residue)
+    grads = model / 4
+    moved, after = update(model, state, grads)
+    want = model.astype(jnp.float32) - grads.astype(jnp.float32)
+    total = moved.astype(jnp.float32) + after.residue.astype(jnp.float32)
+    # Half of float16's smallest number, 2^-24, in which the residue is rounded; a relative 2^-16 in
+    # bfloat16.
+    bound = {"float16": 2.0**-25, "bfloat16": 2.0**-16 * 1e-4}[dtype]
+    assert np.max(np.abs(total - want)) <= bound
+
+
+@pytest.mark.parametrize("master", ["nearest", "stochastic", "kahan"])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_an_entry_that_would_become_infinite_stays(master, dtype):
+    largest = float(jnp.finfo(dtype).max)
+    optimizer = optax.sgd(1.0)
+    update = lambda *args: mpx.optimizer_update(args[0], optimizer, *args[1:], True, master=master)
+    update = jax.jit(update)
+    model = {"w": jnp.array([largest, -largest, 1.0, jnp.inf], dtype), "full": jnp.ones(2)}
+    state = optimizer.init(model)
+    state = mpx.compensated(state, model) if master == "kahan" else state
+    # Half a step above the largest number, from where on it is rounded to infinity.
+    half = 2.0 ** int(jnp.finfo(dtype).maxexp - jnp.finfo(dtype).nmant - 2)
+    grads = {"w": jnp.array([-half, half, -1.0, 0.0]), "full": -jnp.ones(2)}
+    new, after = update(model, state, grads)
+    assert tree_equal_bits(new["w"], jnp.array([largest, -largest, 2.0, jnp.inf], dtype))
+    assert tree_equal_bits(new["full"], jnp.full(2, 2.0))
+    if master == "kahan":
+        assert not np.any(after.residue["w"])
+    # What is not a matter of range is not hidden.
+    new, _ = update(model, state, {"w": jnp.full(4, jnp.nan), "full": jnp.ones(2)})
+    assert np.all(np.isnan(new["w"].astype(jnp.float32)))
