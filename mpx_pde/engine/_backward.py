@@ -36,8 +36,8 @@ from ..interpret._jaxpr import (
 from ..interpret._products import KEPT_IN_HALF
 from ..interpret._rebind import rebind, scan_counts
 from ..interpret._tables import CONTAINERS
-from ._facts import COMPUTED, CONSTANT, DATA, RECOMPUTED, Fact, Facts, region_of
-from ._keeping import chosen, unrounded
+from ._facts import DATA, RECOMPUTED, Fact, Facts
+from ._kept import Plan, make_plan
 from ._products import backward_product, forward_product
 
 
@@ -82,33 +82,6 @@ class Precisions(NamedTuple):
             return lax.optimization_barrier(half)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Plan:
-    """A forward program, a backward program, and what is kept in between.
-
-    **Attributes:**
-
-    - `forward`, `backward`: the programs.
-    - `wanted`: for operands of the backward program, the value of the forward program that they
-        are.
-    - `facts`: the facts of the variables of the forward program.
-    - `kept`: for each variable that is kept, whether it is rounded.
-    - `given`: the operands of the forward program that the backward one needs.
-    - `loops`: the plan of the bodies of a `scan` and its transpose, by the `id` of both steps.
-    - `stacked`: for the step of such a transpose, the `scan` and the positions of the operands that
-        it stacked, each with the position of the result.
-    """
-
-    forward: Flat
-    backward: Flat
-    wanted: dict[int, int | Constant]
-    facts: Facts
-    kept: dict[int, bool]
-    given: tuple[int, ...]
-    loops: dict[int, "Plan"]
-    stacked: dict[int, tuple[Step, dict[int, int]]]
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Values:
@@ -126,195 +99,6 @@ class Values:
     loops: dict[int, "Values"]
 
 
-# Planning.
-
-
-def make_plan(
-    forward: Flat,
-    backward: Flat,
-    wanted: dict[int, int | Constant],
-    given: Sequence[Fact],
-    half: np.dtype,
-) -> Plan:
-    """Plans what a program keeps. `given` holds the facts of its operands."""
-    facts = Facts(half)
-    for k, c in forward.constants.items():
-        facts.of[k] = Fact(DATA if np.ndim(c.value) else CONSTANT, width=int(np.size(c.value)))
-    facts.of.update(zip(forward.inputs, given, strict=True))
-    for step in forward.steps:
-        facts.add(step)
-    loops, stacked = _loops_of(forward, backward, wanted, facts, half)
-    inside = {t.inputs[i] for t in backward.steps if id(t) in stacked for i in stacked[id(t)][1]}
-    reads = {x for k, x in wanted.items() if k not in inside and not isinstance(x, Constant)}
-    for t in backward.steps:
-        if id(t) in stacked:
-            reads.update(_closed_over(loops[id(t)], stacked[id(t)][0]))
-    free = {x for x in (*forward.inputs, *forward.constants) if facts.of[x].level < COMPUTED}
-    avals = {
-        k: v.aval for s in forward.steps for k, v in zip(s.outputs, s.eqn.outvars, strict=True)
-    }
-    exact = {wanted[k] for k in _read_exactly(backward, wanted.keys() - inside)}
-    leaving = _leaving_regions(forward)
-
-    def rounds(x: int) -> bool:
-        fact = facts.of[x]
-        real = jnp.issubdtype(avals[x].dtype, jnp.floating) if x in avals else False
-        return real and fact.level >= DATA and not (fact.full or fact.beyond or x in exact)
-
-    def size_of(x: int) -> int:
-        if x not in avals:
-            return 1  # an operand of a body
-        width = half.itemsize if rounds(x) else getattr(avals[x].dtype, "itemsize", 8)
-        return int(np.prod(avals[x].shape)) * width
-
-    whole = exact | leaving
-    operands = {x: some for x, some in facts.operands.items() if x not in whole}
-    kept = chosen(reads, operands, free, size_of)
-    small = unrounded({x: size_of(x) for x in kept})
-    kept = {x: rounds(x) and x not in small for x in kept}
-    needs = _closure(reads, operands, kept)
-    given_again = tuple(x for x in forward.inputs if x in needs and x in free)
-    return Plan(forward, backward, wanted, facts, kept, given_again, loops, stacked)
-
-
-_MULTIPLIES = tables.PRODUCTS | {"mul", "div", "select_n"}
-"""Operations of a backward program that are linear in each value that they read."""
-
-_MOVES = tables.LAYOUT | {"convert_element_type", "neg"}
-
-
-def _read_exactly(backward: Flat, wanted: Collection[int]) -> set[int]:
-    """Returns the operands among `wanted` that a backward program does not only multiply by. JAX's
-    own derivatives do nothing else; a rule of the user's, a solve, or a checkpoint that is
-    evaluated again may do anything."""
-    of = {k: {k} for k in wanted}
-    found = set[int]()
-    for step in backward.steps:
-        given = set[int]().union(*(of.get(x, ()) for x in step.variables))
-        if not given:
-            continue
-        if step.name in _MOVES or (step.name in _MULTIPLIES and of.keys() >= {*step.variables}):
-            of.update((x, of.get(x, set()) | given) for x in step.outputs)
-        elif step.name not in _MULTIPLIES:
-            found |= given - _multiplied_inside(step, of)
-    return found | set[int]().union(*(of.get(x, ()) for x in variables(backward.outputs)))
-
-
-def _multiplied_inside(step: Step, of: Mapping[int, set[int]]) -> set[int]:
-    """Returns the operands that a container only multiplies by."""
-    if step.name not in ("scan", "cond", "shard_map", "jit"):
-        return set()
-    first = 1 if step.name == "cond" else 0
-    carried = range(0)
-    if step.name == "scan":
-        n_consts, n_carry = scan_counts(step.eqn)
-        carried = range(n_consts, n_consts + n_carry)
-    exact = set[int]().union(
-        *(
-            of.get(step.inputs[i], ())
-            for i in (*range(first), *carried)
-            if not isinstance(step.inputs[i], Constant)
-        )
-    )
-    for body in bodies_of(step.eqn):
-        flat = flatten(body, forward_mode=False, sharded=True)
-        pairs = list(zip(flat.inputs, step.inputs[first:], strict=True))
-        inside = {k for i, (k, x) in enumerate(pairs, first) if x in of and i not in carried}
-        lost = _read_exactly(flat, inside)
-        exact.update(*(of[x] for k, x in pairs if k in lost))
-    return set[int]().union(*(of.get(x, ()) for x in step.variables)) - exact
-
-
-def _leaving_regions(flat: Flat) -> set[int]:
-    """Returns the values that leave a checkpoint. They are not computed again outside of it."""
-    made = {x: r for s in flat.steps if (r := region_of(s.eqn)) for x in s.outputs}
-    return {
-        x for s in flat.steps for x in s.variables if made.get(x, "") not in ("", region_of(s.eqn))
-    }
-
-
-def _closure(
-    reads: Collection[int], operands: Mapping[int, Collection[int]], kept: Collection[int]
-) -> set[int]:
-    """Returns all that is computed again or read to provide `reads`."""
-    found, pending = set(reads), list(reads)
-    while pending:
-        x = pending.pop()
-        for y in () if x in kept else operands.get(x, ()):
-            if y not in found:
-                found.add(y)
-                pending.append(y)
-    return found
-
-
-def _closed_over(plan: Plan, scan: Step) -> list[int]:
-    """Returns the variables outside of a loop that its body needs on the way back."""
-    n_consts, _ = scan_counts(scan.eqn)
-    pairs = zip(plan.forward.inputs[:n_consts], scan.inputs[:n_consts], strict=True)
-    return [x for k, x in pairs if k in plan.given and not isinstance(x, Constant)]
-
-
-def _loops_of(
-    forward: Flat,
-    backward: Flat,
-    wanted: Mapping[int, int | Constant],
-    facts: Facts,
-    half: np.dtype,
-) -> tuple[dict[int, Plan], dict[int, tuple[Step, dict[int, int]]]]:
-    """Finds the loops of the backward program that transpose loops of the forward one, and plans
-    what is kept in each of their steps."""
-    readers: dict[int, list[Step]] = {}
-    for step in backward.steps:
-        for x in set(step.variables):
-            readers.setdefault(x, []).append(step)
-    of_result = {
-        y: (s, i) for s in forward.steps if s.name == "scan" for i, y in enumerate(s.outputs)
-    }
-    loops: dict[int, Plan] = {}
-    stacked: dict[int, tuple[Step, dict[int, int]]] = {}
-    for t in backward.steps:
-        if t.name != "scan":
-            continue
-        first = sum(scan_counts(t.eqn))
-        found: dict[int, dict[int, int]] = {}
-        for i, x in enumerate(t.inputs[first:], first):
-            s, place = (
-                of_result.get(wanted.get(x), (None, 0))
-                if not isinstance(x, Constant)
-                else (None, 0)
-            )
-            if s is None or place < scan_counts(s.eqn)[1] or id(s) in loops:
-                continue
-            if readers[x] == [t] and t.inputs.count(x) == 1 and _transposes(t, s):
-                found.setdefault(id(s), {})[i] = place
-        if not found:
-            continue
-        key, places = max(found.items(), key=lambda item: len(item[1]))
-        s = next(s for s in forward.steps if id(s) == key)
-        plan = _plan_of_bodies(s, t, places, facts, half)
-        loops[id(s)] = loops[id(t)] = plan
-        stacked[id(t)] = s, places
-    return loops, stacked
-
-
-def _transposes(t: Step, s: Step) -> bool:
-    same = t.eqn.params["length"] == s.eqn.params["length"]
-    return same and t.eqn.params["reverse"] != s.eqn.params["reverse"]
-
-
-def _plan_of_bodies(s: Step, t: Step, places: dict[int, int], facts: Facts, half: np.dtype) -> Plan:
-    bodies = [flatten(bodies_of(x.eqn)[0], forward_mode=False, sharded=True) for x in (s, t)]
-    forward, backward = bodies
-    n_consts, n_carry = scan_counts(s.eqn)
-    given = []
-    for i, x in enumerate(s.inputs):
-        fact = Fact(CONSTANT) if isinstance(x, Constant) else facts.of[x]
-        level = COMPUTED if n_consts <= i < n_consts + n_carry else fact.level
-        given.append(fact._replace(level=level, sign=None, root=None))
-    wanted = {backward.inputs[i]: forward.outputs[p] for i, p in places.items()}
-    return make_plan(forward, backward, wanted, given, half)
-
-
 # Evaluation.
 
 
@@ -330,7 +114,6 @@ def run_forward(
     asked = set(range(count)) if needed is None else set(needed)
     reads = {plan.forward.outputs[i] for i in asked} | plan.kept.keys()
     reads |= {x for step in plan.forward.steps for x in step.variables}
-    reads |= {x for k, x in plan.wanted.items()} if not plan.loops else set()
     for step in plan.forward.steps:
         given = [read(x, env) for x in step.inputs]
         if id(step) in plan.loops:
@@ -369,7 +152,7 @@ class Again:
     """The values of a forward program, as the backward one reads them: loaded, or computed again
     when they are first read."""
 
-    def __init__(self, plan: Plan, values: Values, by: Precisions, closed: Mapping[int, Any] = {}):
+    def __init__(self, plan: Plan, values: Values, by: Precisions, closed: Mapping[int, Any]):
         self.plan, self.values, self.by = plan, values, by
         self.env: dict[int, Any] = {k: c.value for k, c in plan.forward.constants.items()}
         self.env.update(closed)
@@ -380,6 +163,7 @@ class Again:
         self.gradients: list[Any] = []
 
     def __call__(self, x: int | Constant) -> Any:
+        """Returns a value of the forward program."""
         if isinstance(x, Constant):
             return read(x, self.env)
         pending = [x]
@@ -574,7 +358,7 @@ class Pullback:
     def __call__(self, cotangent: Any) -> Any:
         structure, inputs = self.names
         own = dict(zip(inputs, jax.tree.leaves(cotangent), strict=True))
-        again = Again(self.plan, self.values, self.by)
+        again = Again(self.plan, self.values, self.by, {})
         return jax.tree.unflatten(
             structure, run_backward(self.plan, self.values, own, self.by, again)
         )

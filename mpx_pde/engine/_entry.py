@@ -75,7 +75,7 @@ def _evaluator(
         # The loss around these derivatives decides about their products and what is kept.
         storage, product, along = Storage(narrow), Product(open=True), scales(forward.dtype)
         if along:
-            told |= {"scaled": Scaled(forward.dtype, along), "lost": partial(tell, lost)}
+            told |= {"scaled": Scaled(along, forward.dtype), "lost": partial(tell, lost)}
         return Evaluator(rules, storage, product, **told)
     dtype = half_of(closed) if forward is None else forward.dtype
     scaled = {} if dtype is None else scales(dtype)

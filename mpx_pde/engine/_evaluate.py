@@ -42,13 +42,13 @@ class Scaled:
 
     **Attributes:**
 
-    - `half`: the dtype that the loss keeps values in.
     - `scales`: the scale of each stream and its inverse. The scale of a derivative is the product
         of those of its directions.
+    - `half`: the dtype that the loss keeps values in.
     """
 
-    half: np.dtype = eqx.field(static=True)
     scales: Mapping[Index, tuple[Any, Any]]
+    half: np.dtype = eqx.field(static=True)
 
     def weights(self, plan: Plan, weights: Sequence[Sequence[Any]]) -> list[list[Any]]:
         """Returns the factors of the summands of each sum, for summands with their scales. Seeds
@@ -159,7 +159,7 @@ class Evaluator:
     def _layer(self, part: Part, env: dict[int, Any], roles: Role, alike: dict) -> None:
         """Evaluates a layer. Equal layers are traced and differentiated once."""
         values = [env[x] for x in part.inputs]
-        if self.lost is not None:
+        if self.lost is not None and self.scaled is not None:
             for key, does in self.scaled.overflows(_kept_of(part, env, roles)).items():
                 self.lost(key, does)
         if self.product.open or not (part.multiplies or part.checkpointed):
@@ -239,7 +239,7 @@ class Evaluator:
             lost = self.lost and partial(tell, found)
             inner = dataclasses.replace(self, lost=lost, around=(*self.around, *step.calls, eqn))
             kinds = Kinds(self.product.half_operands(step, operands, roles), ())
-            told = tuple(self.scaled.scales) if lost else ()
+            told = tuple(self.scaled.scales) if lost and self.scaled else ()
             options = {"kinds": kinds, "scaled": told, "found": found}
             out = Containers(self.rules.plan, inner.program, loaded, **options)(eqn, operands)
             while found and self.lost:
@@ -301,11 +301,11 @@ class Evaluator:
         """Returns a product, and the dtypes that it was multiplied in."""
         jets = [x for x in operands if isinstance(x, Jet)]
         known = {k for x in jets for k, s in x.streams.items() if not is_traced(s)}
-        late = self.scaled is not None and len(jets) == 1
+        late = len(jets) == 1
         if self.scaled is not None and not late:
             operands = [self.scaled.entering(x) if isinstance(x, Jet) else x for x in operands]
         (out,), how = self.product(step, operands, roles, self.storage, self.rules)
-        if late:
+        if self.scaled is not None and late:
             # The product with a known direction is cheaper than that with a scaled one.
             scaled = self.scaled.all_of({k: s for k, s in out.streams.items() if k in known})
             out = dataclasses.replace(out, streams={**out.streams, **scaled})

@@ -302,7 +302,7 @@ class Gradient(eqx.Module):
             return self.scaling.scale(_noticed(value, depends)), (value, aux)
 
         differentiated = args[0], self.derivatives if mixed else None
-        value_and_grad = eqx.filter_value_and_grad(loss, has_aux=True)
+        value_and_grad: Any = eqx.filter_value_and_grad(loss, has_aux=True)
         if options.precisions is not None:
             kept = options.kept(args, kwargs)
             leaves = jtu.tree_leaves_with_path((None, args, kwargs))
@@ -315,7 +315,10 @@ class Gradient(eqx.Module):
         precision = full if mixed else true_float32()
         with precision, noting_the_trace(options.call), self._noting(backward=True):
             (_, out), (grads, counts) = value_and_grad(differentiated, args[1:], kwargs)
-        return Evaluated(*out, grads, None if counts is None else counts.counts, bool(depends))
+        value, aux = out
+        return Evaluated(
+            value, aux, grads, None if counts is None else counts.counts, bool(depends)
+        )
 
     def unscale(self, grads: PyTree) -> PyTree:
         """Unscales gradients by the scale of this step."""
