@@ -6,7 +6,7 @@ from ._gram import WIDE
 
 
 METHODS = ("primal", "dual", "low_rank")
-MEMORY = 2**33
+MEMORY = 2**34
 """The memory in bytes that matrices of a step may take by default."""
 
 _COPIES = 3
@@ -16,9 +16,6 @@ _LEADING, _LEADING_IN_DUAL, _LEADING_IN_LOW_RANK = 192, 128, 64
 """The number of leading directions of a Jacobian that are kept apart from the rest of it. For a
 wave equation at 1e-5 (1,001 parameters, relative damping 1e-13), 64 directions leave 100 iterations
 of conjugate gradients in the primal system, and 192 leave 4."""
-
-_MANY = 16_384
-"""The number of parameters or rows up to which the smaller of the two Gram matrices always fits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,10 +59,9 @@ def chosen(
         "dual": rows**2 * parameters / 2 + rows**3 / 6,
         "low_rank": 3.0 * rows * parameters * _LEADING_IN_LOW_RANK,
     }
-    entry = lambda size: 4 if narrow and size >= WIDE else 8
     space = {
-        "primal": float(_COPIES * entry(parameters) * parameters**2),
-        "dual": float(_COPIES * entry(rows) * rows**2),
+        "primal": _space(parameters, narrow),
+        "dual": _space(rows, narrow),
         "low_rank": 28.0 * parameters * _LEADING_IN_LOW_RANK,
     }
     if asked != "auto":
@@ -81,14 +77,15 @@ def chosen(
     return Choice(method, rows, parameters, operations, space, reason)
 
 
-def leading_columns(method: str, parameters: int, narrow: bool) -> int:
-    """Returns the number of leading directions that a state holds."""
+def leading_columns(method: str, parameters: int, narrow: bool, memory: float = MEMORY) -> int:
+    """Returns the number of leading directions that a state holds. The number of rows is not known
+    yet, but if `JᵀJ` fits into `memory`, the smaller of the two matrices does."""
     most = {
         "primal": _LEADING * narrow,
         "dual": _LEADING_IN_DUAL * narrow,
         "low_rank": _LEADING_IN_LOW_RANK,
     }
-    many = parameters > _MANY
+    many = _space(parameters, narrow) > memory
     most["auto"] = (_LEADING_IN_DUAL if many else _LEADING) * narrow
     if many:  # `low_rank` may be needed
         most["auto"] = max(most["auto"], _LEADING_IN_LOW_RANK)
@@ -98,6 +95,12 @@ def leading_columns(method: str, parameters: int, narrow: bool) -> int:
 def leading_in_dual(columns: int, rows: int) -> int:
     """Returns how many of the leading directions a dual system takes apart."""
     return min(columns, _LEADING_IN_DUAL, rows // 4)
+
+
+def _space(size: int, narrow: bool) -> float:
+    """Returns the bytes that a Gram matrix and its factors take."""
+    entry = 4 if narrow and size >= WIDE else 8
+    return float(_COPIES * entry * size**2)
 
 
 def _bytes(count: float) -> str:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int32
 
 from .._cast import convert
@@ -79,7 +80,7 @@ class LevenbergMarquardtState(eqx.Module):
     def __repr__(self) -> str:
         names = ("loss", "damping", "steps", "rejected", "iterations")
         parts = [f"{name}={number(getattr(self, name))}" for name in names]
-        known = not isinstance(self.system, jax.core.Tracer | jax.ShapeDtypeStruct)
+        known = not isinstance(self.system, Tracer | jax.ShapeDtypeStruct)
         choice = self.choice if known else None
         return described(self, ", ".join(parts), *([repr(choice)] if choice else []))
 
@@ -252,7 +253,7 @@ class LevenbergMarquardt(eqx.Module):
         check_parameters(model, f"{_CALL}.init", self._dtype)
         number = lambda x: jnp.array(x, self._dtype)
         columns = sum(x.size for x in jtu.tree_leaves(model) if eqx.is_inexact_array(x))
-        several = leading_columns(self.method, columns, self._narrow)
+        several = leading_columns(self.method, columns, self._narrow, self.memory)
         leading = first_leading(columns, several)
         return LevenbergMarquardtState(
             loss=number(jnp.inf),
@@ -354,6 +355,8 @@ class LevenbergMarquardt(eqx.Module):
             )
         options = {"solver": self.solver, "refinements": self.refinements}
         if method == "low_rank":
+            if leading is None:  # a state that another method began
+                leading = first_leading(columns, leading_columns(method, columns, self._narrow))
             return LowRank.sketched(at, leading, self.refinements)
         if leading is None or not self._narrow:
             dtype = "float32" if self._narrow else "float64"

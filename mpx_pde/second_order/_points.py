@@ -82,8 +82,8 @@ class Points(eqx.Module):
 
     def __call__(self, model: PyTree, *, key: PRNGKeyArray) -> Float[Array, "count coords"]:
         """Draws points for a model."""
-        chosen = round(self.share * self.count) if self.residual is not None else 0
-        if not chosen:
+        chosen = round(self.share * self.count)
+        if self.residual is None or not chosen:
             return self._even(key, self.count)
         even_key, noise_key = jax.random.split(key)
         points = self._even(even_key, self.candidates * self.count)

@@ -43,7 +43,8 @@ class System(Protocol):
     - `squares`: the squared norms of the columns of the Jacobian.
     """
 
-    squares: Float[Array, " parameters"]
+    @property
+    def squares(self) -> Float[Array, " parameters"]: ...
 
     def factored(self, damping: Float[Array, ""]) -> Solve: ...
 

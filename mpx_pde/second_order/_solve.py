@@ -139,20 +139,20 @@ class _Draw:
     def __init__(self, sample: Any, key: PRNGKeyArray):
         each = type(sample) is tuple and len(sample) > 0 and all(map(callable, sample))
         self.sample, self.key, self.anew = sample, key, each or callable(sample)
-        self._drawn = eqx.filter_jit(self._each if each else self._one)
+        self._drawn: Any = eqx.filter_jit(_drawn_each if each else _drawn)
 
     def __call__(self, model: PyTree, index: int) -> Any:
         key = jax.random.fold_in(self.key, index)
         return self._drawn(self.sample, model, key) if self.anew else self.sample
 
-    @staticmethod
-    def _one(sample: Any, model: PyTree, key: PRNGKeyArray) -> Any:
-        return sample(model, key=key)
 
-    @staticmethod
-    def _each(samples: Any, model: PyTree, key: PRNGKeyArray) -> Any:
-        keys = jax.random.split(key, len(samples))
-        return tuple(draw(model, key=k) for draw, k in zip(samples, keys, strict=True))
+def _drawn(sample: Any, model: PyTree, key: PRNGKeyArray) -> Any:
+    return sample(model, key=key)
+
+
+def _drawn_each(sample: Any, model: PyTree, key: PRNGKeyArray) -> Any:
+    keys = jax.random.split(key, len(sample))
+    return tuple(draw(model, key=k) for draw, k in zip(sample, keys, strict=True))
 
 
 def _ended(history: dict[str, list], limits: dict[str, Any], *, anew: bool) -> str:
