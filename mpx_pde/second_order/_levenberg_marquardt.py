@@ -198,8 +198,9 @@ class LevenbergMarquardt(eqx.Module):
 
         **Raises:** `TypeError` for residuals that are not functions or a `solver` that is not one;
         `ValueError` for precisions that are unknown or need 64-bit types, a `jacobian` wider than
-        `forward`, dampings that are not positive and in order, a negative `acceleration`, numbers
-        that are not finite, and `refinements` that are not an integer of at least 0.
+        `forward`, an unknown `method`, `memory` or dampings that are not positive and in order, a
+        negative `acceleration`, numbers that are not finite, and `refinements` that are not an
+        integer of at least 0.
         """
         functions = residuals if isinstance(residuals, tuple) else (residuals,)
         if not functions or not all(callable(f) for f in functions):
@@ -299,8 +300,7 @@ class LevenbergMarquardt(eqx.Module):
         system = self._system(choice.method, at, state)
         rule = Damping(self.min_damping, self.max_damping)
         search = Search.begun(at, system, rule, self.acceleration)
-        begin = lambda: self._begun(state, search, choice)
-        after, delta = in_full(lambda: search(begin()))
+        after, delta = in_full(lambda: search(self._begun(state, search, choice)))
         self._tell(choice, after, search.finite | ~search.evaluated)
         moved = select_tree(after.taken, at.parameters(at.start + delta), at.params)
         alike = lambda x, y: convert(x, x.dtype, getattr(y, "weak_type", False))

@@ -200,6 +200,18 @@ def test_points_may_be_sharded():
         np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"method": "svd"}, "'low_rank'.* as `method`.*'svd'"),
+        ({"memory": 0.0}, "above 0, as `memory`"),
+    ],
+)
+def test_wrong_methods(options, match):
+    with pytest.raises(ValueError, match=match):
+        mpx.LevenbergMarquardt(wave, **options)
+
+
 def test_auto_takes_the_smaller_matrix_and_says_so():
     w, batches = weights(dtype="float32"), examples(dtype="float32")
     optimizer = mpx.LevenbergMarquardt((wave, edge))
