@@ -17,7 +17,7 @@ from ._residuals import Linearized
 from ._search import CLOSE, Solve
 
 
-_BLOCK, _ROWS = 2**22, 16
+_BLOCK, _ROWS = 2**21, 16
 """The number of entries in a block of the Jacobian, and the smallest number of its rows."""
 
 
@@ -31,14 +31,16 @@ class LowRank:
 
     - `squares`: the squared norms of the columns of `J`.
     - `powered`: `Jᵀ J V`.
-    - `factor`: `F` times the eigenvectors of `Fᵀ F`.
-    - `values`: the eigenvalues of `Fᵀ F`, which are those of `Jᵀ J`, approximately.
+    - `factor`: `F`.
+    - `vectors`, `values`: the eigenvectors of `Fᵀ F`, and its eigenvalues, which are those of
+        `Jᵀ J`, approximately.
     """
 
     at: Linearized
     squares: Float[Array, " parameters"]
     powered: Float[Array, "parameters leading"]
     factor: Float[Array, "parameters leading"]
+    vectors: Float[Array, "leading leading"]
     values: Float[Array, " leading"]
     leading: Reflector
     refinements: int
@@ -59,8 +61,7 @@ class LowRank:
             lower = jnp.linalg.cholesky(raised)
             factor = solve_triangular(lower, powered.T, lower=True).T
             values, vectors = jnp.linalg.eigh(factor.T @ factor)
-            factor = factor @ vectors
-        return cls(at, squares, powered, factor, values, leading, refinements)
+        return cls(at, squares, powered, factor, vectors, values, leading, refinements)
 
     def next_leading(self) -> Reflector:
         """Takes a step of the power method. If it is not finite, returns the directions before."""
@@ -89,10 +90,11 @@ class LowRank:
         damping = damping.astype(values.dtype)
         rest = 1 / (values[0] + damping)
         share = (1 / (values + damping) - rest) / values
+        spread = (self.vectors * share[None]) @ self.vectors.T
 
         def solve(s):
             x = s.astype(values.dtype)
-            return (rest * x + factor @ (share * (x @ factor))).astype(s.dtype)
+            return (rest * x + factor @ (spread @ (x @ factor))).astype(s.dtype)
 
         return solve
 
