@@ -65,6 +65,9 @@ from .ranges import (
 from .second_order import (
     LevenbergMarquardt as LevenbergMarquardt,
     LevenbergMarquardtState as LevenbergMarquardtState,
+    Points as Points,
+    Solution as Solution,
+    solve as solve,
 )
 from .training import (
     Advice as Advice,

@@ -17,16 +17,11 @@ from .._split import SPLIT_PRODUCTS, halves_in_line
 from .._tree import select_tree
 
 
-_LEADING = 192
-"""The number of leading directions of a Jacobian that are kept apart from the rest of it. For a
-wave equation at 1e-5 (1,001 parameters, relative damping 1e-13), 64 directions leave 100 iterations
-of conjugate gradients, and 192 leave 4."""
-
 _PANELS, _NARROW = 8, 64
 """The largest number of panels, and the smallest number of columns if there are several."""
 
-_WIDE, _STEPS = 4096, 32
-"""From `_WIDE` columns on, panels end at multiples of `_NARROW`, which suits tensor cores, and the
+WIDE, _STEPS = 4096, 32
+"""From `WIDE` columns on, panels end at multiples of `_NARROW`, which suits tensor cores, and the
 Gram matrix of a narrow Jacobian is factorized in `_STEPS` steps by split products."""
 
 _SURE = 1e-4
@@ -45,16 +40,21 @@ _TRIES, _MORE = 6, 16.0
 def _edges(columns: int, panels: int = _PANELS) -> list[int]:
     """Returns the edges of the panels. The last edge may lie behind the last column."""
     panels = max(1, min(panels, columns // _NARROW))
-    unit = _NARROW if columns >= _WIDE else 1
+    unit = _NARROW if columns >= WIDE else 1
     units = -(-columns // unit)
     return [units * i // panels * unit for i in range(panels + 1)]
 
 
-def _product(x: Array, y: Array, precision: str, dtype: Any) -> Array:
+def _product(x: Array, y: Array, precision: str, dtype: Any, numbers: Any = _OVER_ROWS) -> Array:
     """Computes `xᵀ y` with operands in `precision`, accumulated in float32 or in float64."""
     if precision in SPLIT_PRODUCTS:
-        return split_dot_general(x, y, _OVER_ROWS, precision)
-    return mixed_dot_general(x, y, _OVER_ROWS, dtype=precision, out_dtype=dtype)
+        return split_dot_general(x, y, numbers, precision)
+    return mixed_dot_general(x, y, numbers, dtype=precision, out_dtype=dtype)
+
+
+def product_of_rows(x: Array, y: Array, precision: str, dtype: Any) -> Array:
+    """Computes `x yᵀ` with operands in `precision`, accumulated in float32 or in float64."""
+    return _product(x, y, precision, dtype, (((1,), (1,)), ((), ())))
 
 
 class Lower(eqx.Module):
@@ -70,25 +70,35 @@ class Lower(eqx.Module):
     @classmethod
     def gram(cls, x: Float[Array, "rows columns"], precision: str) -> "Lower":
         """Computes `xᵀ x`. For float16 the entries are scaled into its range."""
-        columns = x.shape[1]
-        edges, scale = _edges(columns), 1.0
-        x = jnp.pad(x, ((0, 0), (0, edges[-1] - columns)))
+        scale, dtype = 1.0, x.dtype
         if precision == "float16":
             size = jnp.maximum(jnp.max(jnp.abs(x)), jnp.finfo(x.dtype).tiny)
             scale = jnp.exp2(-jnp.ceil(jnp.log2(size)))
             x = x * scale
+        return cls.of_products(x, precision, dtype, lambda xx: xx / scale**2)
+
+    @classmethod
+    def of_products(
+        cls, x: Array, precision: str, dtype: Any, then: Callable[[Array], Array], axis: int = 0
+    ) -> "Lower":
+        """Computes the sums over an axis of a matrix of products of its columns, or of its rows if
+        the axis is 1. Applies `then` to each block."""
+        columns = x.shape[1 - axis]
+        edges, numbers = _edges(columns), (((axis,), (axis,)), ((), ()))
+        pad = [(0, 0), (0, edges[-1] - columns)]
+        x = jnp.pad(x, pad if axis == 0 else pad[::-1])
         left = right = x
         if precision.startswith("bfloat16_x"):
-            left, right = halves_in_line(x, x, (0, 0), precision)
+            left, right = halves_in_line(x, x, (axis, axis), precision)
             precision = "bfloat16"
         elif precision in ("float16", "bfloat16"):
             left = right = x.astype(precision)
-        left, right = (jnp.split(z, edges[1:-1], axis=1) for z in (left, right))
+        left, right = (jnp.split(z, edges[1:-1], axis=1 - axis) for z in (left, right))
 
         def by(y, z):
             # Without barriers, XLA for GPUs merges the products that share an operand into one.
             y, z = lax.optimization_barrier((y, z))
-            return _product(y, z, precision, x.dtype) / scale**2
+            return then(_product(y, z, precision, dtype, numbers))
 
         rows = (tuple(by(y, z) for z in right[: i + 1]) for i, y in enumerate(left))
         return cls(tuple(rows), columns)
@@ -130,6 +140,30 @@ class Reflector(eqx.Module):
             inner = jnp.triu(y.T @ y)
         inverse = inner - jnp.diag(jnp.diagonal(inner)) / 2
         return cls(y, solve_triangular(inverse, eye[: x.shape[1]]))
+
+    def first(self, several: int, dtype: Any) -> "Reflector":
+        """Returns the product of the first `several` reflections, orthogonal to the rounding of
+        `dtype`."""
+        y = self.y[:, :several].astype(dtype)
+        with jax.default_matmul_precision("highest"):
+            inner = jnp.triu(y.T @ y)
+        # A reflection of norm zero is the identity.
+        half = jnp.diagonal(inner) / 2
+        inverse = inner - jnp.diag(jnp.where(half > 0, half, -1.0))
+        eye = jnp.eye(several, dtype=dtype)
+        return Reflector(y, jnp.where((half > 0)[None], solve_triangular(inverse, eye), 0.0))
+
+    def spans(self) -> Float[Array, "columns leading"]:
+        """Returns the first columns of `H`."""
+        y, t = self.y, self.t
+        with jax.default_matmul_precision("highest"):
+            return jnp.eye(*y.shape, dtype=y.dtype) - y @ (t @ y[: y.shape[1]].T)
+
+    def padded(self, columns: int) -> "Reflector":
+        """Returns a reflector of as many `columns`, whose new reflections are the identity."""
+        more = columns - self.y.shape[1]
+        y, t = jnp.pad(self.y, [(0, 0), (0, more)]), jnp.pad(self.t, [(0, more)] * 2)
+        return Reflector(y, t)
 
     def __call__(self, x: Array, *, transposed: bool = False) -> Array:
         """Returns `x H`, or `x Hᵀ` if `transposed`, in the dtype of `x`."""
@@ -196,10 +230,8 @@ def summed(
     return lax.scan(add, start, blocks)[0]
 
 
-def first_leading(columns: int, narrow: bool) -> Reflector:
-    """Returns random directions to begin with, or none in float64."""
-    several = min(_LEADING, columns // 4) if narrow else 0
-    dtype = jnp.dtype("float32" if narrow else "float64")
+def first_leading(columns: int, several: int, dtype: Any = "float32") -> Reflector:
+    """Returns `several` random directions to begin with."""
     return Reflector.spanning(jax.random.normal(jax.random.key(0), (columns, several), dtype))
 
 
@@ -220,14 +252,32 @@ def factored(
 ) -> Callable[[Float[Array, " columns"]], Float[Array, " columns"]]:
     """Returns a function that solves with `Jᵀ J + damping`, as accurately as the sums allow.
 
-    The matrix is factorized in two blocks: the leading directions, and the Schur complement of the
-    others. If 64-bit types are enabled, both are factorized in float64, except the second block of
-    a wide matrix. It is factorized in float32 or, for a narrower `precision`, by split products. A
-    late step of the Klein–Gordon equation (961 parameters, relative damping 3e-14, float32
-    Jacobian) takes 50 conjugate gradients if turned and factorized in float32, and 10 in float64.
+    If 64-bit types are enabled, the matrix is factorized in float64, except the part of a wide
+    matrix that is not leading. It is factorized in float32 or, for a narrower `precision`, by split
+    products. A late step of the Klein–Gordon equation (961 parameters, relative damping 3e-14,
+    float32 Jacobian) takes 50 conjugate gradients if turned and factorized in float32, and 10 in
+    float64.
     """
-    gram, core, coupling = sums.gram.matrix(), sums.core, sums.coupling
-    gram = gram if len(sums.squares) >= _WIDE else gram.astype(core.dtype)
+    gram, core = sums.gram.matrix(), sums.core
+    gram = gram if len(sums.squares) >= WIDE else gram.astype(core.dtype)
+    return in_two_blocks(gram, sums.coupling, core, leading, damping, solver, precision)
+
+
+def in_two_blocks(
+    gram: Float[Array, "others others"],
+    coupling: Float[Array, "leading others"],
+    core: Float[Array, "leading leading"],
+    leading: Reflector,
+    damping: Float[Array, ""],
+    solver: Any,
+    precision: str,
+) -> Callable[[Float[Array, " columns"]], Float[Array, " columns"]]:
+    """Returns a function that solves with `damping` plus the matrix that `leading` turns into one
+    of two blocks, `core` and `gram`, and their `coupling`. Reads the lower triangle of `gram`.
+
+    It is factorized in these blocks: the leading directions, and the Schur complement of the
+    others.
+    """
     dtype, size = gram.dtype, jnp.diagonal(gram)
     if not len(core):
         return _positive(gram, size, damping.astype(dtype), solver, precision)
@@ -288,7 +338,7 @@ def _cholesky(
     """Returns the Cholesky factor of `gram + damping` and a flag that is true if it is the lower
     one. Reads the lower triangle of `gram`. Rounding by `eps` may leave an eigenvalue below 0, so
     the diagonal is raised by a share of `size`."""
-    lower = len(gram) < _WIDE or precision in ("float32", "float64")
+    lower = len(gram) < WIDE or precision in ("float32", "float64")
     raised = lambda shift: damping + shift * size
 
     def factor(shift):

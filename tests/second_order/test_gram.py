@@ -21,7 +21,8 @@ def solver_of(jac, damping, precision, *, of=None, leading=None, steps=0, blocks
     directions of the Jacobian `of`, by default `jac`."""
     dtype = "float64" if precision == "float64" else "float32"
     if leading is None:
-        leading = first_leading(jac.shape[1], precision != "float64")
+        several = min(192, jac.shape[1] // 4) if precision != "float64" else 0
+        leading = first_leading(jac.shape[1], several, dtype)
     stacked = lambda x: jnp.asarray(x, dtype).reshape(blocks, -1, x.shape[1])
     for _ in range(steps):
         before = stacked(jac if of is None else of)
@@ -115,7 +116,7 @@ def test_a_matrix_that_rounding_makes_indefinite_is_shifted():
 def test_a_wide_matrix_is_factorized_by_narrow_products(precision, error, monkeypatch):
     """The panels end behind the matrix. The errors are those of a Gram matrix in that precision,
     about 2^-17 and 2^-8, times its condition of a hundred."""
-    monkeypatch.setattr(_gram, "_WIDE", 100)
+    monkeypatch.setattr(_gram, "WIDE", 100)
     jac = with_singular_values(300, np.geomspace(1, 0.1, 200))
     b = np.random.default_rng(1).standard_normal(200)
     got = solver_of(jac, 1e-4, precision)(jnp.asarray(b, "float32"))

@@ -15,7 +15,7 @@ from helpers import equations, relative, tree_equal_bits
 from jax.flatten_util import ravel_pytree
 
 import mpx_pde as mpx
-from mpx_pde.second_order import _levenberg_marquardt as implementation
+from mpx_pde.second_order import _dual, _primal
 
 
 def first_step(optimizer, model, batch):
@@ -77,13 +77,13 @@ def test_blocks_of_points_take_the_same_step(jacobian, monkeypatch):
     """One block is not full, and the residuals have different numbers of examples."""
     with jax.enable_x64(True):
         model = eqx.nn.MLP(1, 1, 8, 2, jnp.tanh, key=jax.random.key(0), dtype="float64")
-        options = {"forward": "float64", "jacobian": jacobian, "damping": 1.0}
+        options = {"forward": "float64", "jacobian": jacobian, "damping": 1.0, "method": "primal"}
         optimizer = mpx.LevenbergMarquardt((interior, boundary), **options)
         ends = jnp.array([[-1.0], [1.0]])
 
         def step(rows):
-            monkeypatch.setattr(implementation, "_BLOCK", 1)
-            monkeypatch.setattr(implementation, "_ROWS", rows)
+            monkeypatch.setattr(_primal, "_BLOCK", 1)
+            monkeypatch.setattr(_primal, "_ROWS", rows)
             return first_step(optimizer, model, (POINTS.astype("float64"), ends))
 
         one, several = step(1024), step(10)  # 26 rows in three blocks
@@ -97,9 +97,8 @@ def test_blocks_of_points_take_the_same_step(jacobian, monkeypatch):
 
 def test_one_example_is_not_taken_several_times():
     """A block has at least one example, however many entries its residual has."""
-    optimizer = mpx.LevenbergMarquardt(lambda w, x: w[0] * x)
-    blocks, weights = optimizer._blocks((jnp.ones((1, 3000)),), 3000, 2000)
-    assert [x.shape for x in (*blocks, *weights)] == [(1, 1, 3000), (1, 1)]
+    assert _primal.count(3000, 2000, 1) == 1
+    assert _dual.cut(3000, 2000, 1, "float64") == (1, 1)
 
 
 def test_a_residual_may_be_empty_and_a_batch_named():

@@ -1,0 +1,268 @@
+"""Evaluates residuals at a batch of examples, and the rows of their Jacobian a block at a time."""
+
+import functools as ft
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jax.flatten_util import ravel_pytree
+from jaxtyping import Array, Float
+
+from .._forward import Forward, without_halves
+from .._loss_scaling import DynamicLossScaling
+from .._notes import noting
+from .._split import SPLIT_PRODUCTS
+from .._tree import dealt
+from .._types import PyTree
+from ..engine import InForward, linearized
+from ..interpret._precision_report import (
+    LEAST_IN_FULL,
+    OF_JACOBIANS,
+    checked,
+    traced,
+    warn_user,
+)
+
+
+CALL = "LevenbergMarquardt"
+
+
+class Residuals(eqx.Module):
+    """Functions of a model and one example, with the precision of their values (`forward`) and that
+    of the derivatives that make a Jacobian (`jacobian`)."""
+
+    functions: tuple[Callable[..., Any], ...]
+    forward: str = eqx.field(static=True)
+    jacobian: str = eqx.field(static=True)
+
+    @property
+    def dtype(self) -> Any:
+        return jnp.dtype(self.forward)
+
+    @property
+    def jacobian_dtype(self) -> Any:
+        """Returns the dtype of the rows of the Jacobian."""
+        return jnp.dtype("float64" if self.jacobian == "float64" else "float32")
+
+    def values(self, params: PyTree, static: PyTree, batches: tuple) -> Float[Array, " rows"]:
+        """Evaluates all residuals at all examples, each weighted by one over the square root of the
+        number of its examples."""
+        out = []
+        for fun, batch in zip(self.functions, batches, strict=True):
+            weight = 1 / math.sqrt(length_of(batch))
+            one = ft.partial(self._residual, fun, params, static)
+            with jax.default_matmul_precision("highest"):
+                r = jax.vmap(one)(batch).astype(self.dtype)
+            out.append(jnp.ravel(r) * weight)
+        return jnp.concatenate(out)
+
+    def sizes(self, params: PyTree, static: PyTree, batches: tuple) -> list[int]:
+        """Returns the number of entries that each residual has at one example."""
+        first = lambda batch: jtu.tree_map(lambda x: jnp.asarray(x)[0], batch)
+        return [
+            jax.eval_shape(ft.partial(self._residual, fun, params, static), first(batch)).size
+            for fun, batch in zip(self.functions, batches, strict=True)
+        ]
+
+    def blocks(self, batches: tuple, count: int) -> tuple[tuple, tuple]:
+        """Deals the examples out into `count` blocks. Returns these, stacked along a leading axis,
+        and the weights of their residuals, which are 0 for examples that fill up."""
+
+        def split(batch):
+            length = length_of(batch)
+            each = math.ceil(length / count)
+            index = jnp.arange(count * each)
+            weight = jnp.where(index < length, 1 / math.sqrt(length), 0.0).astype(self.dtype)
+            pick = lambda x: x if count * each == length else x[jnp.minimum(index, length - 1)]
+            cut = lambda x: dealt(pick(jnp.asarray(x)), count)
+            return jtu.tree_map(cut, batch), dealt(weight, count)
+
+        batches, weights = zip(*map(split, batches), strict=True)
+        return batches, weights
+
+    def rows(
+        self, params: PyTree, static: PyTree, scaling: DynamicLossScaling, batches: tuple, weights
+    ) -> Float[Array, "rows parameters"]:
+        """Returns the rows of the Jacobian that belong to a block."""
+        args = (params, static, scaling, batches, weights)
+        if not self._half or not traced(args):  # in eager mode there is no program to check
+            return self._linearized(*args)
+        return checked(
+            self._linearized,
+            args,
+            CALL,
+            jnp.dtype(self.jacobian),
+            OF_JACOBIANS,
+            least=LEAST_IN_FULL,
+            instead=f"jacobian={self.forward!r}",
+        )
+
+    @property
+    def _half(self) -> bool:
+        return self.jacobian in ("float16", "bfloat16")
+
+    def _linearized(
+        self, params: PyTree, static: PyTree, scaling: DynamicLossScaling, batches: tuple, weights
+    ) -> Float[Array, "rows parameters"]:
+        scale, dtype = scaling.loss_scaling, self.jacobian_dtype  # 1 except for float16
+        jacs = []
+        for fun, batch, weight in zip(self.functions, batches, weights, strict=True):
+
+            def one(x, weight, fun=fun):
+                r, pull = self._pulled(fun, params, static, x)
+                seeds = jnp.eye(r.size, dtype=r.dtype) * scale.astype(r.dtype)
+                (pulled,) = jax.vmap(pull)(seeds)
+                rows = lambda g: g.reshape(r.size, math.prod(g.shape[1:]))  # `g` may be empty
+                flat = [rows(g).astype(dtype) for g in jtu.tree_leaves(pulled)]
+                return jnp.concatenate(flat, axis=1) * weight.astype(dtype)
+
+            # As a context of the whole program, `highest` would apply to half products too.
+            with nullcontext() if self._half else jax.default_matmul_precision("highest"):
+                jac = jax.vmap(one)(batch, weight)
+            jacs.append(jac.reshape(-1, jac.shape[-1]))
+        return jnp.concatenate(jacs) / scale.astype(dtype)
+
+    def _pulled(self, fun: Callable[..., Any], params: PyTree, static: PyTree, x: Any) -> Any:
+        """Returns a residual at one example, in the precision `forward`, and its pullback to the
+        parameters, in that of the `jacobian`."""
+        backward = "float32" if self.jacobian in SPLIT_PRODUCTS else self.jacobian
+        if backward == self.forward:
+            return jax.vjp(lambda p: self._residual(fun, p, static, x), params)
+        forward = Forward(self.forward, backward)
+        in_forward = InForward(fun, forward)
+        values = lambda p, static, x: (self._residual(in_forward, p, static, x), ())
+        (r, _), pull = linearized(values, forward, params, static, x, in_full=lambda _: True)
+        return r, lambda cotangent: (pull(cotangent),)
+
+    def _residual(self, fun: Callable[..., Any], params: PyTree, static: PyTree, x: Any) -> Array:
+        """Evaluates one residual at one example, with the parameters in the residual's dtype."""
+        wide = jtu.tree_map(lambda x: x.astype(self.dtype), params)
+        note = (
+            f"`{CALL}.update` calls each residual with the model and *one* example, here of shape "
+            f"{jtu.tree_map(jnp.shape, x)}, and not with a batch. Leave `jax.vmap` and means over "
+            "examples out of it."
+        )
+        with without_halves(), noting(note, Exception):
+            out = fun(eqx.combine(wide, static), x)
+        return _as_vector(out)
+
+
+class Linearized:
+    """Residuals linearized at a model and a batch of examples.
+
+    **Attributes:**
+
+    - `r`: the residuals at all examples.
+    - `start`: the parameters as a vector in the dtype of the residuals.
+    - `push(v)`, `pull(b)`: `J v` and `Jᵀ b`, exactly.
+    """
+
+    def __init__(
+        self, residuals: Residuals, model: PyTree, batches: tuple, scaling: DynamicLossScaling
+    ):
+        self.residuals, self.batches, self.scaling = residuals, batches, scaling
+        self.params, self.static = eqx.partition(model, eqx.is_inexact_array)
+        self.theta, self._unravel = ravel_pytree(self.params)
+        self.start = self.theta.astype(residuals.dtype)
+        self.r, self.push = jax.linearize(self.values, self.start)
+        if self.r.size == len(batches) and all(map(_is_whole_batch, batches)):
+            warn_user(
+                f"`{CALL}.update` got one number from {'each' if len(batches) > 1 else 'the'} "
+                "residual, of arrays that look like many examples, "
+                f"{jtu.tree_map(jnp.shape, batches)}, with a leading axis of 1. A residual takes "
+                "*one* example and returns what should be zero there, not the loss of a batch: "
+                "stack the examples along the leading axis, and leave squares and means to the "
+                "optimizer. If it is meant, filter `mpx_pde.PrecisionWarning`."
+            )
+        self._transposed = jax.linear_transpose(self.push, self.start)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Returns the shape of the Jacobian."""
+        return self.r.size, self.theta.size
+
+    def parameters(self, flat: Float[Array, " parameters"]) -> PyTree:
+        return self._unravel(flat.astype(self.theta.dtype))
+
+    def values(self, flat: Float[Array, " parameters"]) -> Float[Array, " rows"]:
+        return self.residuals.values(self.parameters(flat), self.static, self.batches)
+
+    def pull(self, b: Float[Array, " rows"]) -> Float[Array, " parameters"]:
+        return self._transposed(b)[0]
+
+    def rows(
+        self, count: int, jacobian: str | None = None
+    ) -> tuple[Callable[[Any], Float[Array, "_ parameters"]], Any]:
+        """Returns a function that computes rows of the Jacobian, and `count` blocks that it takes,
+        stacked along a leading axis. The rows have the precision `jacobian`, by default that of the
+        residuals' own."""
+        of = self.residuals
+        of = of if jacobian is None else Residuals(of.functions, of.forward, jacobian)
+        rows = lambda block: of.rows(self.params, self.static, self.scaling, *block)
+        return rows, of.blocks(self.batches, count)
+
+    @property
+    def longest(self) -> int:
+        """Returns the largest number of examples of a residual."""
+        return max(map(length_of, self.batches))
+
+    def order(self, count: int) -> np.ndarray:
+        """Returns the place in `r` of each row of `count` blocks. Rows that fill up get the place
+        behind the last."""
+        sizes = self.residuals.sizes(self.params, self.static, self.batches)
+        begin, parts = 0, []
+        for size, batch in zip(sizes, self.batches, strict=True):
+            length = length_of(batch)
+            each = math.ceil(length / count)
+            example = np.arange(count * each).reshape(each, count).T  # as `dealt` deals
+            place = begin + example[..., None] * size + np.arange(size)
+            place = np.where(example[..., None] < length, place, self.r.size)
+            parts.append(place.reshape(count, each * size))
+            begin += length * size
+        return np.concatenate(parts, axis=1).ravel()
+
+
+def length_of(batch: PyTree) -> int:
+    """Returns the number of examples in a batch."""
+    call = f"{CALL}.update"
+    arrays = list(map(jnp.asarray, jtu.tree_leaves(batch)))
+    if laid_out := [s for x in arrays if any((s := jax.typeof(x).sharding.spec)[:1])]:
+        raise ValueError(
+            f"`{call}` needs examples on Auto axes of a mesh, but got some on explicit axes, "
+            f"{laid_out[0]}. Make the mesh by `jax.make_mesh(..., axis_types="
+            "(jax.sharding.AxisType.Auto,))`, with one for each axis."
+        )
+    lengths = {x.shape[0] if x.ndim else -1 for x in arrays}
+    if len(lengths) != 1 or -1 in lengths:
+        raise ValueError(
+            f"`{call}` needs examples stacked along a leading axis of one length, but got arrays "
+            f"with leading axes of {sorted(map(str, lengths))}."
+        )
+    if lengths == {0}:
+        raise ValueError(f"`{call}` needs at least one example of each residual, but got none.")
+    return lengths.pop()
+
+
+def _is_whole_batch(batch: PyTree) -> bool:
+    """Returns whether the one example of a batch has an array of several rows, like a batch."""
+    shapes = [jnp.shape(x) for x in jtu.tree_leaves(batch)]
+    return all(s[0] == 1 for s in shapes) and any(len(s) > 2 and s[1] > 1 for s in shapes)
+
+
+def _as_vector(out: Any) -> Float[Array, " entries"]:
+    """Flattens a residual at one example to a vector, after checking that it is a real array."""
+    if not eqx.is_array_like(out) or not jnp.issubdtype(jnp.result_type(out), jnp.floating):
+        what = type(out).__name__
+        if hasattr(out, "dtype"):
+            what = f"an array of dtype {out.dtype.name}"
+        raise TypeError(
+            f"`{CALL}.update` needs residuals that return a real floating-point array at one "
+            f"example, but one returned {what}. Stack several, or pass a function for each."
+        )
+    return jnp.ravel(out)

@@ -1,0 +1,254 @@
+"""Tests the systems for more parameters than residuals: dual and low rank."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import pytest
+from helpers import tree_equal_bits
+from jax.flatten_util import ravel_pytree
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import mpx_pde as mpx
+from mpx_pde.second_order import _dual
+from mpx_pde.second_order._dual import Blocks, Rounded, cut, dual_conjugate_gradients, kernel
+from mpx_pde.second_order._gram import Reflector, first_leading
+
+
+def wave(w, x):
+    """A vector of two entries; `w["both"]` enters twice."""
+    hidden = jnp.tanh(w["in"] @ x + w["both"])
+    return jnp.stack([hidden @ w["out"] - 1.0, jnp.sum(hidden * w["both"]) - x[0]])
+
+
+def edge(w, x):
+    return jnp.sin(w["out"] @ jnp.tanh(w["in"] @ x))
+
+
+def weights(width=24, dtype="float64"):
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = {"in": (width, 3), "both": (width,), "out": (width,)}
+    named = zip(shapes.items(), keys, strict=True)
+    return {name: jax.random.normal(key, shape, dtype) / 2 for (name, shape), key in named}
+
+
+def examples(inside=11, outside=5, dtype="float64"):
+    keys = jax.random.split(jax.random.key(1))
+    return tuple(
+        jax.random.normal(k, (n, 3), dtype) for k, n in zip(keys, (inside, outside), strict=True)
+    )
+
+
+def dense_step(w, batches, damping):
+    """Returns a step by NumPy from a Jacobian by `jax.jacobian`, and the loss after it."""
+    flat, unravel = ravel_pytree(w)
+
+    def values(flat):
+        parts = [
+            jnp.ravel(jax.vmap(fun, (None, 0))(unravel(flat), batch)) / np.sqrt(len(batch))
+            for fun, batch in zip((wave, edge), batches, strict=True)
+        ]
+        return jnp.concatenate(parts)
+
+    jac, r = np.asarray(jax.jacobian(values)(flat)), np.asarray(values(flat))
+    mu = damping * np.max(np.sum(jac**2, axis=0))
+    step = -np.linalg.solve(jac.T @ jac + mu * np.eye(len(flat)), jac.T @ r)
+    return step, np.sum(np.asarray(values(flat + step)) ** 2)
+
+
+JACOBIANS = [
+    ("dual", "bfloat16", True),
+    pytest.param("dual", "float64", False, marks=pytest.mark.slow),
+    pytest.param("dual", "float64", True, marks=pytest.mark.slow),
+    pytest.param("dual", "float32", False, marks=pytest.mark.slow),
+    pytest.param("dual", "float16", False, marks=pytest.mark.slow),
+    pytest.param("dual", "bfloat16_x3", True, marks=pytest.mark.slow),
+    pytest.param("low_rank", "float64", False, marks=pytest.mark.slow),
+    pytest.param("low_rank", "float32", False, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("method", "jacobian", "cut_up"), JACOBIANS)
+def test_a_step_is_that_of_a_dense_jacobian(method, jacobian, cut_up, monkeypatch):
+    """Rows in four strips of blocks that are not full, or in one."""
+    if cut_up:
+        monkeypatch.setattr(_dual, "_BLOCK", 1)
+        monkeypatch.setattr(_dual, "_ROWS", 4)
+        monkeypatch.setattr(_dual, "_STRIP", 1)
+        monkeypatch.setattr(_dual, "_KERNELS", 6)
+    with jax.enable_x64(True):
+        w, batches = weights(), examples()
+        options = {"forward": "float64", "jacobian": jacobian, "method": method}
+        optimizer = mpx.LevenbergMarquardt((wave, edge), **options, acceleration=0.0, damping=1e-2)
+        after, state = eqx.filter_jit(optimizer.update)(w, optimizer.init(w), batches)
+        want, loss = dense_step(w, batches, 1e-2)
+        got = np.asarray(ravel_pytree(after)[0] - ravel_pytree(w)[0])
+    assert state.taken
+    direct = jacobian == "float64" and method == "dual"
+    # A solve by conjugate gradients leaves 1e-9 of the model's decrease, the square of its error.
+    assert np.linalg.norm(got - want) < (1e-11 if direct else 1e-4) * np.linalg.norm(want)
+    np.testing.assert_allclose(state.loss, loss, rtol=1e-10 if direct else 1e-4)
+    assert state.iterations <= (0 if direct else 6 if method == "dual" else 25)
+
+
+def with_singular_values(rows, columns, values, seed=0):
+    rng = np.random.default_rng(seed)
+    left, _ = np.linalg.qr(rng.standard_normal((rows, len(values))))
+    right, _ = np.linalg.qr(rng.standard_normal((columns, len(values))))
+    return left * values @ right.T
+
+
+@pytest.mark.parametrize("strips", [1, 2, 6])
+def test_a_kernel_by_strips_is_that_of_numpy(strips):
+    jac = np.random.default_rng(0).standard_normal((18, 70))
+    with jax.enable_x64(True):
+        leading = first_leading(70, 5).first(5, "float64")
+        blocks = jnp.asarray(jac).reshape(6, 3, 70)
+        found = kernel(lambda x: x, blocks, strips, leading, "float64")
+        whole = np.asarray(found.along @ found.along.T) + np.asarray(found.rest)
+        directions = np.asarray(leading(jnp.eye(70)))[:, :5]
+    at = np.tril_indices(18)
+    np.testing.assert_allclose(whole[at], (jac @ jac.T)[at], rtol=1e-12, atol=1e-11)
+    np.testing.assert_allclose(found.squares, np.sum(jac**2, axis=0), rtol=1e-12)
+    np.testing.assert_allclose(found.powered, jac.T @ jac @ directions, rtol=1e-12, atol=1e-11)
+
+
+def test_reflections_are_orthogonal_in_float64_and_may_be_missing():
+    with jax.enable_x64(True):
+        some = first_leading(40, 6)
+        for leading in (some.first(4, "float64"), some.first(2, "float64").padded(6)):
+            found = leading.first(leading.y.shape[1], "float64")(jnp.eye(40))
+            np.testing.assert_allclose(found @ found.T, np.eye(40), atol=1e-14)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_rows_beyond_float16_are_scaled(size):
+    """Rows of very different size too. The error is that of float16, 2^-11, in a few terms."""
+    x = np.random.default_rng(0).standard_normal((6, 40)) * size ** np.linspace(0.5, 1, 6)[:, None]
+    with jax.enable_x64(True):
+        rows = Rounded.of(jnp.asarray(x), "float16")
+        found = np.tril(rows.by_itself("float16")), np.tril(rows.by(rows, "float16"))
+    norms = np.linalg.norm(x, axis=1)
+    for got in found:
+        wrong = np.abs(got - np.tril(x @ x.T)) / np.outer(norms, norms)
+        assert 1e-7 < wrong.max() < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["float32", "bfloat16_x3", "bfloat16", "float16"])
+def test_few_iterations_solve_in_float64_once_directions_are_tracked(precision):
+    """The singular values fall to 1e-7, and those behind the 64 that are tracked to 1e-4 and less.
+    The Jacobian turns by a thousandth from step to step, as between steps of a training."""
+    values = np.concatenate([np.logspace(0, -4, 64), np.logspace(-4, -7, 236)])
+    jac = with_singular_values(300, 900, values)
+    turn = np.random.default_rng(2).standard_normal((900, 900)) * 1e-3 / np.sqrt(900)
+    rng = np.random.default_rng(1)
+    with jax.enable_x64(True):
+        leading = first_leading(900, 64)
+        for _ in range(6):
+            jac = jac + jac @ (turn - turn.T) / 2
+            first = leading.first(64, "float64")
+            blocks = jnp.asarray(jac)[None]
+            sums = kernel(lambda x: x, blocks, 1, first, precision)
+            leading = Reflector.spanning(sums.powered.astype("float32"))
+        damping = jnp.asarray(1e-9)
+        b = jnp.asarray(jac @ rng.standard_normal(900))
+        x, iterations = dual_conjugate_gradients(
+            lambda v: jac @ v,
+            lambda b: jac.T @ b,
+            Blocks.of(sums).factored(damping, None, precision),
+            damping,
+            b,
+            most=100,
+            close=1e-9,
+        )
+    jac, b = np.asarray(jac), np.asarray(b)
+    model = lambda x: np.sum((jac @ x - b) ** 2) + 1e-9 * np.sum(x**2)
+    best = jac.T @ np.linalg.solve(jac @ jac.T + 1e-9 * np.eye(300), b)
+    assert model(np.asarray(x)) - model(best) < 1e-9 * (np.sum(b**2) - model(best))
+    assert iterations <= 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["dual", "low_rank"])
+def test_what_is_not_finite_changes_nothing_and_new_points_are_taken(method):
+    w, options = weights(dtype="float32"), {"jacobian": "bfloat16", "method": method}
+    optimizer = mpx.LevenbergMarquardt((wave, edge), **options)
+    update = eqx.filter_jit(optimizer.update)
+    bad = (jnp.full((11, 3), jnp.nan), examples(dtype="float32")[1])
+    after, state = update(w, optimizer.init(w), bad)
+    assert tree_equal_bits(after, w)
+    assert (state.taken, state.rejected) == (False, 1)
+    assert all(jnp.all(jnp.isfinite(x)) for x in jtu.tree_leaves(state.leading))
+    for inside in (11, 7):
+        after, state = update(after, state, examples(inside, dtype="float32"))
+        assert state.taken
+
+
+@pytest.mark.slow
+def test_points_may_be_sharded():
+    """The step is that of one device, to rounding of sums in another order."""
+    mesh = jax.make_mesh((2,), ("i",), (AxisType.Auto,), devices=jax.devices()[:2])
+    w, batches = weights(dtype="float32"), examples(16, 8, dtype="float32")
+    optimizer = mpx.LevenbergMarquardt((wave, edge), method="dual")
+    update = eqx.filter_jit(optimizer.update)
+    want = update(w, optimizer.init(w), batches)[0]
+    shared = jax.device_put(batches, NamedSharding(mesh, PartitionSpec("i")))
+    got = update(w, optimizer.init(w), shared)[0]
+    for x, y in zip(jtu.tree_leaves(got), jtu.tree_leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"method": "svd"}, "'low_rank'.* as `method`.*'svd'"),
+        ({"memory": 0.0}, "above 0, as `memory`"),
+    ],
+)
+def test_wrong_methods(options, match):
+    with pytest.raises(ValueError, match=match):
+        mpx.LevenbergMarquardt(wave, **options)
+
+
+def test_auto_takes_the_smaller_matrix_and_says_so():
+    w, batches = weights(dtype="float32"), examples(dtype="float32")
+    optimizer = mpx.LevenbergMarquardt((wave, edge))
+    assert optimizer.choice(w, batches).method == "dual"
+    few = tuple(jnp.repeat(x, 20, axis=0) for x in batches)
+    assert optimizer.choice(w, few).method == "primal"
+    tight = mpx.LevenbergMarquardt((wave, edge), memory=1e3).choice(w, batches)
+    assert "low_rank: a matrix of residuals² takes more than 1 kB" in repr(tight)
+    state = optimizer.init(w)
+    assert state.choice is None
+    state = eqx.filter_jit(optimizer.update)(w, state, batches)[1]
+    assert state.choice is not None
+    assert "dual: no more residuals than parameters (27 residuals, 120 param" in repr(state)
+
+
+def test_blocks_and_strips_hold_all_rows_in_bounded_memory():
+    for rows, columns in ((500, 8_577), (2_000, 101_697), (16_384, 1_000_000)):
+        for precision, size in (("float64", 8), ("bfloat16", 2)):
+            blocks, strips = cut(rows, columns, rows, precision)
+            assert blocks % strips == 0
+            each = -(-rows // blocks)
+            room = max(2**28, 32 * rows**2)
+            assert blocks // strips * each * columns * size < 1.2 * room
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "most"), [("dual", 1.5e9), ("low_rank", 0.25e9)])
+def test_memory_of_a_large_network(method, most):
+    """100,000 parameters and 2,000 points: a float64 Jacobian takes 1.6 GB, `JᵀJ` 80 GB."""
+    with jax.enable_x64(True):
+        network = eqx.nn.MLP(2, "scalar", 222, 3, jnp.tanh, key=jax.random.key(0), dtype="float64")
+        residual = lambda model, x: model(x) - x[0] * x[1]
+        optimizer = mpx.LevenbergMarquardt(residual, forward="float64", method=method)
+        arrays, static = eqx.partition((network, optimizer.init(network)), eqx.is_array)
+        update = lambda arrays, points: optimizer.update(*eqx.combine(arrays, static), points)
+        step = lambda arrays, points: eqx.filter(update(arrays, points), eqx.is_array)
+        points = jax.ShapeDtypeStruct((2000, 2), "float64")
+        memory = jax.jit(step).lower(arrays, points).compile().memory_analysis()
+    assert sum(x.size for x in jtu.tree_leaves(network) if eqx.is_array(x)) > 99_000
+    assert memory.temp_size_in_bytes + memory.output_size_in_bytes < most

@@ -1,0 +1,97 @@
+"""Tests the loop of one call, and the points that it draws."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import tree_equal_bits
+
+import mpx_pde as mpx
+
+
+def fit(w, x):
+    return jnp.tanh(w["in"] @ x) @ w["out"] - jnp.sin(3 * x[0])
+
+
+def weights():
+    keys = jax.random.split(jax.random.key(0))
+    return {"in": jax.random.normal(keys[0], (6, 2)), "out": jax.random.normal(keys[1], (6,)) / 3}
+
+
+POINTS = mpx.Points((-1.0, 1.0), (1.0, 2.0), 40, residual=fit)
+
+
+def test_points_are_even_and_lie_where_the_residual_is_large():
+    key = jax.random.key(1)
+    even = mpx.Points((0.0, -1.0), (1.0, 3.0), 256)(None, key=key)
+    assert even.shape == (256, 2)
+    counts, *_ = np.histogram2d(*np.asarray(even).T, bins=4, range=[(0, 1), (-1, 3)])
+    assert np.ptp(counts) <= 6  # 16 each; uniform ones differ by about 14
+    corner = lambda _, x: jnp.where(jnp.all(x < 0.25), 1.0, 1e-3)
+    drawn = mpx.Points((0.0, 0.0), (1.0, 1.0), 64, residual=corner)(None, key=key)
+    inside = jnp.all(drawn < 0.25, axis=1)
+    assert jnp.sum(inside[32:]) >= 24  # of 512 candidates, 32 are there
+    assert jnp.sum(inside[:32]) <= 4
+
+
+def test_points_on_faces():
+    found = np.asarray(
+        mpx.Points((0.0, -1.0), (1.0, 3.0), 40, faces=(0, 1))(None, key=jax.random.key(0))
+    )
+    for axis, ends in ((0, (0.0, 1.0)), (1, (-1.0, 3.0))):
+        for end in ends:
+            assert np.sum(found[:, axis] == end) == 10
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"high": (0.0, 2.0)}, "`low` below `high`"),
+        ({"share": 2.0}, "`share` from 0 to 1"),
+        ({"faces": (2,)}, "axes from 0 to 1"),
+    ],
+)
+def test_wrong_points(options, match):
+    with pytest.raises(ValueError, match=match):
+        mpx.Points(**{"low": (0.0, 0.0), "high": (1.0, 1.0), "count": 4, **options})
+
+
+def test_limits_are_needed():
+    with pytest.raises(ValueError, match="one of `steps`, `seconds` and `tolerance`"):
+        mpx.solve(fit, weights(), POINTS)
+    with pytest.raises(ValueError, match="`redraw` above 0"):
+        mpx.solve(fit, weights(), POINTS, steps=3, redraw=0)
+
+
+@pytest.mark.slow
+def test_it_ends_for_the_reason_that_it_names(capsys):
+    solved = mpx.solve(fit, weights(), POINTS, steps=60, tolerance=1e-3, redraw=5)
+    assert solved.reason == "tolerance"
+    assert solved.history["loss"][-1] == solved.state.loss <= 1e-3
+    assert capsys.readouterr().err.endswith("\nended: tolerance\n")
+    fixed = POINTS(weights(), key=jax.random.key(3))
+    again = mpx.solve(fit, weights(), fixed, seconds=1e-9, progress=False)
+    assert (again.reason, again.history["step"]) == ("seconds", [1, 2])  # the first compiles
+    assert capsys.readouterr().err == ""
+    exact = lambda w, x: w - x
+    done = mpx.solve(exact, jnp.zeros(()), (jnp.zeros(3),), steps=50, progress=False)
+    assert (done.reason, len(done.history["step"])) == ("stuck", 3)
+
+
+@pytest.mark.slow
+def test_a_run_continues_from_its_checkpoint_bit_for_bit(tmp_path):
+    """It ends between draws and at one."""
+    make = functools.partial(mpx.LevenbergMarquardt, method="dual", jacobian="bfloat16")
+    whole, each = (fit,), (POINTS,)
+    options = {"optimizer": make, "redraw": 4, "progress": False, "key": jax.random.key(7)}
+    want = mpx.solve(whole, weights(), each, steps=11, **options)
+    for steps in (6, 8, 11):
+        file = tmp_path / "run" / "checkpoint"
+        got = mpx.solve(whole, weights(), each, steps=steps, checkpoint=file, **options)
+        assert len(got.history["step"]) == steps
+    same = lambda run: eqx.filter((run.model, run.state), eqx.is_array)
+    assert tree_equal_bits(same(got), same(want))
+    assert got.history["loss"] == want.history["loss"]
