@@ -16,24 +16,23 @@ KARMAN, MIXING = 0.419, 0.09
 times the largest such distance, 1/2."""
 
 
-def _table(places: str, values: str) -> Float[np.ndarray, "17 2"]:
-    return np.array([places.split(), values.split()], np.float64).T
+def _values(text: str) -> Float[np.ndarray, "15"]:
+    return np.array(text.split(), np.float64)
 
 
-# U. Ghia, K. N. Ghia, C. T. Shin, High-Re solutions for incompressible flow using the
-# Navier-Stokes equations and a multigrid method, J. Comput. Phys. 48 (1982), tables I and II,
-# Re = 100: y and u on the vertical center line, x and v on the horizontal one.
-GHIA_U = _table(
-    "0.0000 0.0547 0.0625 0.0703 0.1016 0.1719 0.2813 0.4531 0.5000 0.6172 0.7344 0.8516 0.9531 "
-    "0.9609 0.9688 0.9766 1.0000",
-    "0.00000 -0.03717 -0.04192 -0.04775 -0.06434 -0.10150 -0.15662 -0.21090 -0.20581 -0.13641 "
-    "0.00332 0.23151 0.68717 0.73722 0.78871 0.84123 1.00000",
+# C. H. Marchi, R. Suero, L. K. Araki, The lid-driven square cavity flow: numerical solution with a
+# 1024 x 1024 grid, J. Braz. Soc. Mech. Sci. Eng. 31 (2009), Re = 100, extrapolated: u at (1/2, s)
+# and v at (s, 1/2) for s = 1/16, ..., 15/16.
+MARCHI_S = np.arange(1, 16) / 16
+MARCHI_U = _values(
+    "-0.041974991 -0.077125399 -0.109816214 -0.141930064 -0.172712391 -0.198470859 -0.212962392 "
+    "-0.209149142 -0.182080595 -0.131256301 -0.060245594 0.027874448 0.140425325 0.310557090 "
+    "0.597466694"
 )
-GHIA_V = _table(
-    "0.0000 0.0625 0.0703 0.0781 0.0938 0.1563 0.2266 0.2344 0.5000 0.8047 0.8594 0.9063 0.9453 "
-    "0.9531 0.9609 0.9688 1.0000",
-    "0.00000 0.09233 0.10091 0.10890 0.12317 0.16077 0.17507 0.17527 0.05454 -0.24533 -0.22445 "
-    "-0.16914 -0.10313 -0.08864 -0.07391 -0.05906 0.00000",
+MARCHI_V = _values(
+    "0.094807616 0.149243000 0.174342933 0.179243328 0.169132064 0.145730201 0.108775865 "
+    "0.057536559 -0.007748504 -0.084066715 -0.163010143 -0.227827313 -0.253768577 -0.218690812 "
+    "-0.123318170"
 )
 
 

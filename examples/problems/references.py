@@ -16,8 +16,9 @@ from jaxtyping import Array, Bool, Complex, Float
 
 from ._cache import cached as cached
 from ._cavity_reference import (
-    GHIA_U as GHIA_U,
-    GHIA_V as GHIA_V,
+    MARCHI_S as MARCHI_S,
+    MARCHI_U as MARCHI_U,
+    MARCHI_V as MARCHI_V,
     center_lines as center_lines,
     mixing_length as mixing_length,
 )
