@@ -51,25 +51,30 @@ def mixing_length(x, y):
 
 
 @functools.cache
-def reference(reynolds: float = 100.0, n: int = 96, turbulence: bool = False) -> Cavity:
-    """Computes steady flow under a lid of speed 1, by central differences on a staggered grid.
+def reference(
+    reynolds: float = 100.0, n: int = 96, turbulence: bool = False, lid: str = "uniform"
+) -> Cavity:
+    """Computes steady flow under a lid, by central differences on a staggered grid.
 
     **Arguments:**
 
     - `reynolds`: 1/ν.
-    - `n`: the number of cells along a side, even.
+    - `n`: the number of cells along a side.
     - `turbulence`: whether to add the viscosity of the zero-equation model.
+    - `lid`: its speed, `"uniform"` (1) or `"parabola"` (4x (1 − x)).
 
     **Returns:** a `Cavity`, second-order accurate away from the two corners of the lid.
     """
     h, nu = 1 / n, 1 / reynolds
+    faces = np.linspace(0, 1, n + 1)
+    speed = {"uniform": np.ones(n + 1), "parabola": 4 * faces * (1 - faces)}[lid][:, None]
 
     def residual(q):
         u, v, p = q  # u on the right face of each cell, v on its upper face
         u = jnp.concatenate([jnp.zeros_like(u[:1]), u])
         v = jnp.concatenate([jnp.zeros_like(v[:, :1]), v], axis=1)
-        # Beyond a wall, values that make the velocity at the wall their mean: 0, and 1 at the lid.
-        u_wide = jnp.concatenate([-u[:, :1], u, 2 - u[:, -1:]], axis=1)
+        # Beyond a wall, values that make the velocity at the wall their mean: 0, or the lid's.
+        u_wide = jnp.concatenate([-u[:, :1], u, 2 * speed - u[:, -1:]], axis=1)
         v_wide = jnp.concatenate([-v[:1], v, -v[-1:]])
         u_x, v_y = jnp.diff(u, axis=0) / h, jnp.diff(v, axis=1) / h  # at centers
         shear = jnp.diff(u_wide, axis=1) / h + jnp.diff(v_wide, axis=0) / h  # at corners
@@ -100,12 +105,30 @@ def reference(reynolds: float = 100.0, n: int = 96, turbulence: bool = False) ->
 
 
 def center_lines(
-    s: Float[np.ndarray, " s"], reynolds: float = 100.0, n: int = 64, turbulence: bool = False
+    s: Float[np.ndarray, " s"],
+    reynolds: float = 100.0,
+    n: int = 64,
+    turbulence: bool = False,
+    lid: str = "uniform",
 ) -> tuple[Float[np.ndarray, " s"], Float[np.ndarray, " s"]]:
-    """Returns u at (1/2, s) and v at (s, 1/2), extrapolated from grids of n and n/2 cells."""
-    fine, coarse = (_sample(reference(reynolds, k, turbulence), s) for k in (n, n // 2))
+    """Returns u at (1/2, s) and v at (s, 1/2), extrapolated from grids of n and n/2 cells; both
+    numbers are even."""
+    fine, coarse = (_sample(reference(reynolds, k, turbulence, lid), s) for k in (n, n // 2))
     u, v = ((4 * f - c) / 3 for f, c in zip(fine, coarse, strict=True))
     return u, v
+
+
+def cavity_fields(n: int, lid: str, reynolds: float = 100.0) -> Float[np.ndarray, "3 n n"]:
+    """Returns u, v, p at the centers of n × n cells, extrapolated from grids of 3n and n cells.
+
+    The center of a cell is that of the middle one of its nine parts, so nothing is interpolated.
+    """
+    two = []
+    for k in (3 * n, n):
+        flow = reference(reynolds, k, lid=lid)
+        at = np.stack([flow.u[1:] + flow.u[:-1], flow.v[:, 1:] + flow.v[:, :-1], 2 * flow.p]) / 2
+        two.append(at[:, k // n // 2 :: k // n, k // n // 2 :: k // n])
+    return (9 * two[0] - two[1]) / 8
 
 
 def _sample(flow: Cavity, s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
