@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Iterator
 
 from ._format import NONE, Record, Result, Table, groups, listed, load
+from ._outside import beside, judged_by
 
 
 def _vit(data: Result) -> Iterator[Record]:
@@ -38,7 +39,8 @@ def _by_problem(data: Result) -> Iterator[Record]:
         both = [(at.get(("float64-float32", *k)), x) for (p, *k), x in at.items() if p == "float64"]
         ratios = ", ".join(f"{narrow / wide:.2f}" for narrow, wide in both if narrow)
         last = [f"{x:.1e}" for k, x in sorted(at.items()) if k[:2] == ("float64", 1200)]
-        yield {**runs[0], **told, "ratios": ratios, "last": ", ".join(last) or None}
+        title = runs[0]["title"] + beside(judged_by(runs[0]))
+        yield {**runs[0], **told, "title": title, "ratios": ratios, "last": ", ".join(last) or None}
 
 
 second_order = Table(
@@ -54,7 +56,8 @@ second_order = Table(
     float32 throughout                 {float32, 300:.1e}
     float64, 1,200 steps, by seed      {last}
     """,
-    "Relative L2 errors after 300 steps, in the last column after 1,200 (`--steps`); seed {seed}.",
+    "Relative L2 errors after 300 steps, in the last column after 1,200 (`--steps`); seed {seed}. "
+    "In brackets: the error of a numerical reference.",
 )
 
 
