@@ -33,6 +33,10 @@ SOURCES = {
         *(_PINNS, "main/Data", "93d3f063"),
         "7c04e89a0c65692105dbe7fc8ba52cb90ce01a64e47e995a5736fbf1c06be220",
     ),
+    "burgers1d.dat": Source(
+        *(_PINNACLE, "ref", "6f8d69c9"),
+        "3b6d31d895022b397330091ace59220167f0918c2ed616ed2ae5b1458eede5eb",
+    ),
     "lid_driven_a4.dat": Source(
         *(_PINNACLE, "ref", "6f8d69c9"),
         "9920232758297eee09404d66a914522cc8285ea3a4d7a05f5e776c5fcac852f3",

@@ -1,5 +1,6 @@
 """Tables of the errors of solvers, operators and a transformer, and of the time to an error."""
 
+import itertools
 import statistics
 from collections.abc import Iterator
 
@@ -190,4 +191,40 @@ cavity = Table(
     to {LEVEL} × float32's error  {{level}}
     """,
     "Seeds {seeds}; width {width}, depth {depth}, points {points:,}, steps {steps:,}.",
+)
+
+
+# --- On other people's data ------------------------------------------------------------------
+
+
+def _darcy(data: Result) -> Iterator[Record]:
+    """Yields for each library and precision the medians and ranges of its errors."""
+    steps = {(s["library"], s["precision"]): s for s in data.get("steps", [])}
+    for key, runs in groups(data["trainings"], "library", "precision").items():
+        library, precision = key
+        amp = " by AMP" * (library == "neuraloperator" and precision != "float32")
+        row = {
+            "name": f"{library}, {precision}{amp}",
+            "seeds": listed(runs, "seed"),
+            "step": steps.get(key),
+        }
+        for grid, norm in itertools.product(("16", "32"), ("l2", "h1")):
+            found = [run["errors"][grid][norm] for run in runs]
+            spread = f" ({min(found):.3f}–{max(found):.3f})" if len(found) > 1 else ""
+            row[f"{norm} {grid}"] = f"{statistics.median(found):.4f}{spread}"
+        yield row
+
+
+darcy = Table(
+    "darcy",
+    _darcy,
+    """
+    training              {name}
+    L2, 16²               {l2 16}
+    L2, 32²               {l2 32}
+    H1, 16²               {h1 16}
+    processor ms a step   {step.seconds.median:ms.0f} || not measured
+    temp memory, MiB      {step.temp_bytes:MiB.1f} || not measured
+    """,
+    "Relative test errors, medians and ranges over seeds {seeds}; 15 epochs.",
 )

@@ -39,7 +39,8 @@ def beside(problem: str) -> str:
 def _published(data: Result) -> Iterator[Record]:
     for check in data["checks"]:
         if check["kind"] == "published":
-            yield {**check, "own": own_error(check["problem"])}
+            own = None if check["problem"] == COARSE else own_error(check["problem"])
+            yield {**check, "own": own}
 
 
 def _selves(data: Result) -> list[Record]:
