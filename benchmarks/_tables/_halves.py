@@ -46,3 +46,16 @@ def _columns(data: Result) -> list[str]:
 
 halves = Table(OLD, lambda data: [r for r in _beside(data) if r["what"] in SHOWN], _columns)
 every = Table(OLD, _beside, _columns)
+
+
+def changed() -> str:
+    """Returns a sentence with the rows that differ between the versions."""
+    rows = list(_beside(load(OLD)))
+    told = [
+        f"{r['what']} ({r['in_half']}, now {r['new']})" for r in rows if r["new"] != r["in_half"]
+    ]
+    first = rows[0]
+    return (
+        f"Of {len(rows)} rows, {len(told)} differ between JAX {first['old']} and "
+        f"{first['there']}: {'; '.join(told)}.\n"
+    )
