@@ -139,16 +139,12 @@ class Ours:
         step = lambda arrays, *batch: eqx.filter(
             self._step(eqx.combine(arrays, static), *batch), eqx.is_array
         )
-        return (
-            jax.jit(step)
-            .lower(arrays, *self.batch(0))
-            .compile()
-            .memory_analysis()
-            .temp_size_in_bytes
-        )
+        program = jax.jit(step).lower(arrays, *self.batch(0)).compile()
+        memory: Any = program.memory_analysis()
+        return memory.temp_size_in_bytes
 
 
-def trainings(report: Report, folder: Path | None) -> dict[tuple[str, str], Callable[..., Any]]:
+def trainings(report: Report, folder: Path) -> dict[tuple[str, str], Callable[..., Any]]:
     """Returns the trainings by library and precision, as functions of data and seed."""
     found: dict[tuple[str, str], Callable[..., Any]] = {}
     if report.installed("torch", "neuralop"):

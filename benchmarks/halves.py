@@ -34,6 +34,7 @@ from ._report import Report
 
 
 F16, BF16 = jnp.float16, jnp.bfloat16
+autocast: Any = mpx.autocast
 MANY = 5000
 
 
@@ -78,7 +79,7 @@ def done(call: Callable[[], Any] | None) -> str | None:
 def both(group: str, what: str, fun: Callable, x: Any, dtype: Any = F16) -> Row:
     """A row of a function of one array: in half, and under autocast from float32."""
     x = np.asarray(x, np.float32)
-    ours = lambda: mpx.autocast(fun, jnp.dtype(dtype).name)(jnp.asarray(x))
+    ours = lambda: autocast(fun, jnp.dtype(dtype).name)(jnp.asarray(x))
     return Row(group, what, lambda: fun(jnp.asarray(x, dtype)), ours)
 
 
@@ -181,7 +182,7 @@ def functions() -> list[Row]:
     for name, (fun, exact) in known.items():
 
         def count(fun=fun, exact=exact, cast=False):
-            wide = lambda x: mpx.autocast(fun, "float16")(x.astype(jnp.float32)).astype(F16)
+            wide = lambda x: autocast(fun, "float16")(x.astype(jnp.float32)).astype(F16)
             n, off = wrong(wide if cast else fun, exact)
             return f"{n:,} wrong, off by up to {off:.2g}"
 
@@ -247,7 +248,7 @@ def optimizers() -> list[Row]:
         return new - params
 
     def clipped(dtype):
-        clip = optax.clip_by_global_norm(1.0)
+        clip: Any = optax.clip_by_global_norm(1.0)
         return clip.update(jnp.asarray([300.0, 400.0], dtype), clip.init(None))[0]
 
     def averaged(dtype):
@@ -306,7 +307,7 @@ def products() -> list[Row]:
         return off(jax.jit(lambda a, b: jnp.matmul(a, b, precision=algorithm))(a, b))
 
     def ours(name):
-        return off(mpx.autocast(jnp.matmul, name)(jnp.asarray(a), jnp.asarray(b)))
+        return off(autocast(jnp.matmul, name)(jnp.asarray(a), jnp.asarray(b)))
 
     here = {
         "BF16_BF16_F32": "bfloat16",
@@ -380,7 +381,7 @@ def transforms() -> list[Row]:
         fun = getattr(jnp.fft, name)
         at = x if name.endswith(("2", "n")) else x[0]
         kind = lambda fun=fun, at=at: str(fun(jnp.asarray(at, F16)).dtype)
-        cast = lambda fun=fun, at=at: str(mpx.autocast(fun, "float16")(jnp.asarray(at)).dtype)
+        cast = lambda fun=fun, at=at: str(autocast(fun, "float16")(jnp.asarray(at)).dtype)
         rows.append(Row("transforms of float16", f"`{name}`", kind, cast))
     return rows
 
@@ -486,8 +487,9 @@ def files() -> list[Row]:
             path = str(Path(folder) / "x")
             save(path, np.ones(2, dtype))
             if load is None:  # Equinox asks for what it is to return
-                like = jax.ShapeDtypeStruct((2,), dtype)
-                return f"returns {eqx.tree_deserialise_leaves(path, like).dtype}"
+                like: Any = jax.ShapeDtypeStruct((2,), dtype)
+                back: Any = eqx.tree_deserialise_leaves(path, like)
+                return f"returns {back.dtype}"
             return f"returns {np.asarray(load(path)).dtype}"
 
     def mat(path):
