@@ -460,7 +460,8 @@ def solvers() -> list[Row]:
     def ode():
         term = diffrax.ODETerm(lambda t, y, args: -y)
         y0 = jnp.ones((), F16)
-        return str(diffrax.diffeqsolve(term, diffrax.Euler(), 0.0, 1.0, 0.1, y0).ys.dtype)
+        found: Any = diffrax.diffeqsolve(term, diffrax.Euler(), 0.0, 1.0, 0.1, y0)
+        return str(found.ys.dtype)
 
     rows = [
         Row("solvers", f"lineax `{n}`, {d.__name__}", partial(linear, n, d))
@@ -482,7 +483,7 @@ def solvers() -> list[Row]:
 
 
 def files() -> list[Row]:
-    def through(save, load, dtype):
+    def through(save: Callable, load: Callable | None, dtype: Any) -> str:
         with tempfile.TemporaryDirectory() as folder:
             path = str(Path(folder) / "x")
             save(path, np.ones(2, dtype))

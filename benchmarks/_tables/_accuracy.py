@@ -198,9 +198,13 @@ cavity = Table(
 
 
 def _darcy(data: Result) -> Iterator[Record]:
-    """Yields for each library and precision the medians and ranges of its errors."""
+    """Yields for each library and precision the medians and ranges of its errors, over the seeds
+    that all were trained from."""
     steps = {(s["library"], s["precision"]): s for s in data.get("steps", [])}
-    for key, runs in groups(data["trainings"], "library", "precision").items():
+    of = groups(data["trainings"], "library", "precision")
+    common = set.intersection(*({run["seed"] for run in runs} for runs in of.values()))
+    for key, several in of.items():
+        runs = [run for run in several if run["seed"] in common]
         library, precision = key
         amp = " by AMP" * (library == "neuraloperator" and precision != "float32")
         row = {
