@@ -138,6 +138,8 @@ def main(argv: list[str]) -> int:
         module.add_arguments(parser)
     args = parser.parse_args(argv[1:])
     asked = [w for before, w in pairwise(["", *argv]) if "--out" not in (before, w)]
+    # Others have their files elsewhere.
+    asked = ["DIR" if before == "--data" else w for before, w in pairwise(["", *asked])]
     command = shlex.join(["python", "-m", "benchmarks", *asked])
     report = Report(name, command=command, folder=args.out)
     try:

@@ -1,9 +1,11 @@
 """Tables of the errors of solvers, operators and a transformer, and of the time to an error."""
 
+import itertools
 import statistics
 from collections.abc import Iterator
 
 from ._format import NONE, Record, Result, Table, groups, listed, load
+from ._outside import beside, judged_by
 
 
 def _vit(data: Result) -> Iterator[Record]:
@@ -38,7 +40,8 @@ def _by_problem(data: Result) -> Iterator[Record]:
         both = [(at.get(("float64-float32", *k)), x) for (p, *k), x in at.items() if p == "float64"]
         ratios = ", ".join(f"{narrow / wide:.2f}" for narrow, wide in both if narrow)
         last = [f"{x:.1e}" for k, x in sorted(at.items()) if k[:2] == ("float64", 1200)]
-        yield {**runs[0], **told, "ratios": ratios, "last": ", ".join(last) or None}
+        title = runs[0]["title"] + beside(judged_by(runs[0]))
+        yield {**runs[0], **told, "title": title, "ratios": ratios, "last": ", ".join(last) or None}
 
 
 second_order = Table(
@@ -54,7 +57,8 @@ second_order = Table(
     float32 throughout                 {float32, 300:.1e}
     float64, 1,200 steps, by seed      {last}
     """,
-    "Relative L2 errors after 300 steps, in the last column after 1,200 (`--steps`); seed {seed}.",
+    "Relative L2 errors after 300 steps, in the last column after 1,200 (`--steps`); seed {seed}. "
+    "In brackets: the error of a numerical reference.",
 )
 
 
@@ -187,4 +191,44 @@ cavity = Table(
     to {LEVEL} × float32's error  {{level}}
     """,
     "Seeds {seeds}; width {width}, depth {depth}, points {points:,}, steps {steps:,}.",
+)
+
+
+# --- On other people's data ------------------------------------------------------------------
+
+
+def _darcy(data: Result) -> Iterator[Record]:
+    """Yields for each library and precision the medians and ranges of its errors, over the seeds
+    that all were trained from."""
+    steps = {(s["library"], s["precision"]): s for s in data.get("steps", [])}
+    of = groups(data["trainings"], "library", "precision")
+    common = set.intersection(*({run["seed"] for run in runs} for runs in of.values()))
+    for key, several in of.items():
+        runs = [run for run in several if run["seed"] in common]
+        library, precision = key
+        amp = " by AMP" * (library == "neuraloperator" and precision != "float32")
+        row = {
+            "name": f"{library}, {precision}{amp}",
+            "seeds": listed(runs, "seed"),
+            "step": steps.get(key),
+        }
+        for grid, norm in itertools.product(("16", "32"), ("l2", "h1")):
+            found = [run["errors"][grid][norm] for run in runs]
+            spread = f" ({min(found):.3f}–{max(found):.3f})" if len(found) > 1 else ""
+            row[f"{norm} {grid}"] = f"{statistics.median(found):.4f}{spread}"
+        yield row
+
+
+darcy = Table(
+    "darcy",
+    _darcy,
+    """
+    training              {name}
+    L2, 16²               {l2 16}
+    L2, 32²               {l2 32}
+    H1, 16²               {h1 16}
+    processor ms a step   {step.seconds.median:ms.0f} || not measured
+    temp memory, MiB      {step.temp_bytes:MiB.1f} || not measured
+    """,
+    "Relative test errors, medians and ranges over seeds {seeds}; 15 epochs.",
 )

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from ._format import Record, Result, Table, groups
+from ._outside import beside, judged_by, own_error
 
 
 LABELS = {
@@ -81,6 +82,10 @@ class Ratios:
         trainings = self.by_problem.get((problem, precision), [])
         return [self.ratio(t) for t in trainings if self.full[_key(t)]["error"] is not None]
 
+    def reference(self, problem: str) -> str:
+        """Returns the name of the reference that judged a problem."""
+        return judged_by(next(t for t in self.full.values() if t["problem"] == problem))
+
     def ratio(self, training: Record) -> float:
         full = self.full[_key(training)]["error"]
         return float("inf") if training["error"] is None else training["error"] / full
@@ -142,7 +147,7 @@ def _by_problem(optimizer: str | None, data: Result) -> Iterator[Record]:
     ratios = Ratios(data, optimizer)
     for problem in ratios.worst_last():
         error = ratios.error(problem)
-        row = {"title": ratios.titles[problem]}
+        row = {"title": ratios.titles[problem] + beside(ratios.reference(problem))}
         row["float32"] = "none" if error is None else f"{error:.1e}"
         for name in ratios.precisions:
             if found := ratios.of(problem, name):
@@ -200,7 +205,12 @@ def _paper(data: Result) -> Iterator[Record]:
         told = {"example": example, "problem": problem, "told": FASTER.get(problem, "")}
         over = {n: ratios.of(problem, n) for n in ("float16", "forward-float32-float16")}
         medians = {name: statistics.median(found) for name, found in over.items() if found}
-        yield {**told, "float32": ratios.error(problem), **medians}
+        yield {
+            **told,
+            "own": own_error(ratios.reference(problem)),
+            "float32": ratios.error(problem),
+            **medians,
+        }
 
 
 paper = Table(
@@ -210,7 +220,7 @@ paper = Table(
     example                            {example}
     the paper, in float16              similar accuracy{told}
     problem here                       `{problem}`
-    float32                            {float32:.1e}
+    float32 (its reference)            {float32:.1e} ({own:.0e}) || {float32:.1e}
     float16                            {float16:.2f}
     forward float32, backward float16  {forward-float32-float16:.2f}
     """,

@@ -5,6 +5,7 @@ from typing import Any
 
 from ..gallery import PICTURES
 from ._format import ROOT, Result, load, taken
+from ._outside import beside, judged_by
 
 
 REPOSITORY = "https://github.com/mpx-pde/mpx_pde/blob/main"
@@ -24,11 +25,12 @@ def entry(training: dict[str, Any]) -> str:
     shown = PICTURES[name].told()
     several = " (mean over the fields)" * (len(training["errors"]) > 2)
     of = " of a rollout" if "rollout" in training["errors"] else several
+    error = f"{training['error']:.1e}{beside(judged_by(training))}"
     lines = [
         f"### {title}",
         equation(name),
         f"![reference, prediction, error](figures/gallery/{name}.webp)",
-        f"{shown}Error{of}: {training['error']:.1e}, {training['steps']:,} steps. "
+        f"{shown}Error{of}: {error}, {training['steps']:,} steps. "
         f"[`{name}.py`]({REPOSITORY}/examples/problems/{name}.py)",
     ]
     return "\n\n".join(lines)

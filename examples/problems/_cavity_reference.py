@@ -16,24 +16,23 @@ KARMAN, MIXING = 0.419, 0.09
 times the largest such distance, 1/2."""
 
 
-def _table(places: str, values: str) -> Float[np.ndarray, "17 2"]:
-    return np.array([places.split(), values.split()], np.float64).T
+def _values(text: str) -> Float[np.ndarray, "15"]:
+    return np.array(text.split(), np.float64)
 
 
-# U. Ghia, K. N. Ghia, C. T. Shin, High-Re solutions for incompressible flow using the
-# Navier-Stokes equations and a multigrid method, J. Comput. Phys. 48 (1982), tables I and II,
-# Re = 100: y and u on the vertical center line, x and v on the horizontal one.
-GHIA_U = _table(
-    "0.0000 0.0547 0.0625 0.0703 0.1016 0.1719 0.2813 0.4531 0.5000 0.6172 0.7344 0.8516 0.9531 "
-    "0.9609 0.9688 0.9766 1.0000",
-    "0.00000 -0.03717 -0.04192 -0.04775 -0.06434 -0.10150 -0.15662 -0.21090 -0.20581 -0.13641 "
-    "0.00332 0.23151 0.68717 0.73722 0.78871 0.84123 1.00000",
+# C. H. Marchi, R. Suero, L. K. Araki, The lid-driven square cavity flow: numerical solution with a
+# 1024 x 1024 grid, J. Braz. Soc. Mech. Sci. Eng. 31 (2009), Re = 100, extrapolated: u at (1/2, s)
+# and v at (s, 1/2) for s = 1/16, ..., 15/16.
+MARCHI_S = np.arange(1, 16) / 16
+MARCHI_U = _values(
+    "-0.041974991 -0.077125399 -0.109816214 -0.141930064 -0.172712391 -0.198470859 -0.212962392 "
+    "-0.209149142 -0.182080595 -0.131256301 -0.060245594 0.027874448 0.140425325 0.310557090 "
+    "0.597466694"
 )
-GHIA_V = _table(
-    "0.0000 0.0625 0.0703 0.0781 0.0938 0.1563 0.2266 0.2344 0.5000 0.8047 0.8594 0.9063 0.9453 "
-    "0.9531 0.9609 0.9688 1.0000",
-    "0.00000 0.09233 0.10091 0.10890 0.12317 0.16077 0.17507 0.17527 0.05454 -0.24533 -0.22445 "
-    "-0.16914 -0.10313 -0.08864 -0.07391 -0.05906 0.00000",
+MARCHI_V = _values(
+    "0.094807616 0.149243000 0.174342933 0.179243328 0.169132064 0.145730201 0.108775865 "
+    "0.057536559 -0.007748504 -0.084066715 -0.163010143 -0.227827313 -0.253768577 -0.218690812 "
+    "-0.123318170"
 )
 
 
@@ -52,25 +51,30 @@ def mixing_length(x, y):
 
 
 @functools.cache
-def reference(reynolds: float = 100.0, n: int = 96, turbulence: bool = False) -> Cavity:
-    """Computes steady flow under a lid of speed 1, by central differences on a staggered grid.
+def reference(
+    reynolds: float = 100.0, n: int = 96, turbulence: bool = False, lid: str = "uniform"
+) -> Cavity:
+    """Computes steady flow under a lid, by central differences on a staggered grid.
 
     **Arguments:**
 
     - `reynolds`: 1/ν.
-    - `n`: the number of cells along a side, even.
+    - `n`: the number of cells along a side.
     - `turbulence`: whether to add the viscosity of the zero-equation model.
+    - `lid`: its speed, `"uniform"` (1) or `"parabola"` (4x (1 − x)).
 
     **Returns:** a `Cavity`, second-order accurate away from the two corners of the lid.
     """
     h, nu = 1 / n, 1 / reynolds
+    faces = np.linspace(0, 1, n + 1)
+    speed = {"uniform": np.ones(n + 1), "parabola": 4 * faces * (1 - faces)}[lid][:, None]
 
     def residual(q):
         u, v, p = q  # u on the right face of each cell, v on its upper face
         u = jnp.concatenate([jnp.zeros_like(u[:1]), u])
         v = jnp.concatenate([jnp.zeros_like(v[:, :1]), v], axis=1)
-        # Beyond a wall, values that make the velocity at the wall their mean: 0, and 1 at the lid.
-        u_wide = jnp.concatenate([-u[:, :1], u, 2 - u[:, -1:]], axis=1)
+        # Beyond a wall, values that make the velocity at the wall their mean: 0, or the lid's.
+        u_wide = jnp.concatenate([-u[:, :1], u, 2 * speed - u[:, -1:]], axis=1)
         v_wide = jnp.concatenate([-v[:1], v, -v[-1:]])
         u_x, v_y = jnp.diff(u, axis=0) / h, jnp.diff(v, axis=1) / h  # at centers
         shear = jnp.diff(u_wide, axis=1) / h + jnp.diff(v_wide, axis=0) / h  # at corners
@@ -101,12 +105,30 @@ def reference(reynolds: float = 100.0, n: int = 96, turbulence: bool = False) ->
 
 
 def center_lines(
-    s: Float[np.ndarray, " s"], reynolds: float = 100.0, n: int = 64, turbulence: bool = False
+    s: Float[np.ndarray, " s"],
+    reynolds: float = 100.0,
+    n: int = 64,
+    turbulence: bool = False,
+    lid: str = "uniform",
 ) -> tuple[Float[np.ndarray, " s"], Float[np.ndarray, " s"]]:
-    """Returns u at (1/2, s) and v at (s, 1/2), extrapolated from grids of n and n/2 cells."""
-    fine, coarse = (_sample(reference(reynolds, k, turbulence), s) for k in (n, n // 2))
+    """Returns u at (1/2, s) and v at (s, 1/2), extrapolated from grids of n and n/2 cells; both
+    numbers are even."""
+    fine, coarse = (_sample(reference(reynolds, k, turbulence, lid), s) for k in (n, n // 2))
     u, v = ((4 * f - c) / 3 for f, c in zip(fine, coarse, strict=True))
     return u, v
+
+
+def cavity_fields(n: int, lid: str, reynolds: float = 100.0) -> Float[np.ndarray, "3 n n"]:
+    """Returns u, v, p at the centers of n × n cells, extrapolated from grids of 3n and n cells.
+
+    The center of a cell is that of the middle one of its nine parts, so nothing is interpolated.
+    """
+    two = []
+    for k in (3 * n, n):
+        flow = reference(reynolds, k, lid=lid)
+        at = np.stack([flow.u[1:] + flow.u[:-1], flow.v[:, 1:] + flow.v[:, :-1], 2 * flow.p]) / 2
+        two.append(at[:, k // n // 2 :: k // n, k // n // 2 :: k // n])
+    return (9 * two[0] - two[1]) / 8
 
 
 def _sample(flow: Cavity, s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

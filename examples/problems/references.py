@@ -16,13 +16,16 @@ from jaxtyping import Array, Bool, Complex, Float
 
 from ._cache import cached as cached
 from ._cavity_reference import (
-    GHIA_U as GHIA_U,
-    GHIA_V as GHIA_V,
+    MARCHI_S as MARCHI_S,
+    MARCHI_U as MARCHI_U,
+    MARCHI_V as MARCHI_V,
+    cavity_fields as cavity_fields,
     center_lines as center_lines,
     mixing_length as mixing_length,
 )
 from ._darcy import darcy_data as darcy_data
 from ._plane_channel import channel as channel
+from ._screened import boundary_of as boundary_of, screened as screened
 
 
 # --- Laplace ---------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from helpers import normal, tree_allclose
 
-from benchmarks import _report, _steps
+from benchmarks import _outside, _report, _steps, darcy, halves
 from benchmarks.__main__ import LEVELS, questions
 from benchmarks._problems import emulate_tf32
 
@@ -138,3 +138,59 @@ def test_a_benchmark_goes_on_where_it_was_left(tmp_path, repository):
     repository("2")
     assert go_on() == (keys[1:], 2)  # it keeps the old records and lists both commits
     assert go_on(same_code=True) == (keys, 1)
+
+
+# --- Files of others ------------------------------------------------------------------------------
+
+
+def test_a_file_of_others_is_left_out_if_it_is_missing_and_refused_if_it_is_another(
+    tmp_path, capsys
+):
+    report = _report.Report("outside", command="", folder=tmp_path)
+    for folder in (None, tmp_path):
+        assert _outside.outside_file(report, folder, "AC.mat") is None
+        assert "Left out: AC.mat (github.com/maziarraissi/PINNs" in capsys.readouterr().out
+    tmp_path.joinpath("AC.mat").write_bytes(b"another")
+    with pytest.raises(ValueError, match="has the sha256"):
+        _outside.outside_file(report, tmp_path, "AC.mat")
+
+
+def test_the_h1_error_is_that_of_a_plane_wave():
+    """Central differences multiply a wave by sin(2πk/n) n; here both waves have that slope."""
+    x = np.arange(16) / 16
+    wave = lambda k: np.broadcast_to(np.sin(2 * np.pi * k * x), (1, 16, 16))
+    slope = lambda k: np.sin(2 * np.pi * k / 16) * 16
+    want = 0.1 * np.sqrt((1 + slope(3) ** 2) / (1 + slope(1) ** 2))
+    found = darcy.relative_h1(wave(1) + 0.1 * wave(3), wave(1), np)
+    np.testing.assert_allclose(found, want, rtol=1e-7)
+    np.testing.assert_allclose(darcy.relative_l2(wave(1) + 0.1 * wave(3), wave(1)), 0.1)
+
+
+# --- What halves do -------------------------------------------------------------------------------
+
+
+def test_a_row_of_halves_tells_numbers_infinities_and_exceptions():
+    def fails():
+        raise TypeError("no halves")
+
+    calls = [lambda: jnp.float16(2048), lambda: -jnp.inf, lambda: jnp.nan, lambda: "twice", fails]
+    want = ["2048", "−∞", "NaN", "twice", "raises TypeError"]
+    assert list(map(halves.done, calls)) == want
+    assert halves.told(np.asarray([-0.0, 1.5e-5])) == "0, 1.5e−05"
+
+
+def test_what_is_wrong_of_a_function_in_float16_is_counted():
+    """A product of two numbers is correctly rounded. float16 has 0.999 as 0.99902."""
+    assert halves.wrong(lambda x: x * x, lambda x: x * x)[0] == 0
+    count, off = halves.wrong(lambda x: x * 0.999, lambda x: x * 1.0)
+    assert count > 1000
+    assert 0.9e-3 < off < 2e-3
+
+
+@pytest.mark.slow
+def test_sums_of_halves_are_right_under_autocast():
+    """5,000 ones come to 5,000 in every sum; those that are gathers or scatters in JAX too."""
+    rows = [row for row in halves.sums() if row.ours]
+    assert len(rows) == 10
+    for row in rows:
+        assert (row.what, halves.done(row.ours)) == (row.what, "5000")

@@ -83,3 +83,10 @@ def test_the_range_of_a_mode_is_beside_that_of_chance():
     assert high <= most + 0.05
     assert low >= least - 0.05
     assert rows["forward-float32-float16"]["median"] == "1.00"
+
+
+@pytest.mark.parametrize("page", [*PAGES, "docs/benchmarks.md"])
+def test_the_error_of_the_reference_of_the_cavity_is_that_of_the_results(page):
+    checks = load("outside")["checks"]
+    [error] = [check["error"] for check in checks if check["problem"] == "cavity_64"]
+    assert f"{error:.1e}".replace("e-0", "e-") == re.findall(r"is ([\d.]+e-\d) off", text(page))[0]

@@ -84,7 +84,9 @@ MET = {  # the faces on which a deep network's form meets the conditions, and th
     "taylor_green": ("t0", 2),
     "sine_gordon": ("t0 x0 x1", 1),
     "helmholtz": ("x0 x1 y0 y1", 1),
-    **dict.fromkeys(("cavity", "kuramoto_sivashinsky", "poisson_nd"), ("", 0)),
+    **dict.fromkeys(
+        ("cavity", "cavity_parabolic_lid", "kuramoto_sivashinsky", "poisson_nd"), ("", 0)
+    ),
 }
 
 
@@ -123,6 +125,38 @@ def test_a_harmonic_series_is_right_at_the_boundary():
     assert bound < 1e-6
     assert holes.solution(20)[1] > 10 * bound
     assert 0 < solution(np.array([[0.0, 0.0]]))[0] < 1
+
+
+@pytest.mark.slow
+def test_the_potential_around_holes_is_right_at_the_boundary_and_inside():
+    file = module("poisson_boltzmann")
+    solution = file.solution(24, 30)
+    # By the maximum principle, the error is largest at the boundary.
+    assert file.off(solution) < 1e-6
+    assert file.off(file.solution(16, 15)) > 10 * file.off(solution)
+    # Central differences of fourth order fulfill the equation; 1e-4 is their error and rounding.
+    points = np.array([[0.0, 0.1], [-0.7, -0.3], [0.85, 0.2], [-0.1, 0.6]])
+    h = 4e-3
+    at = lambda n: [solution(points + n * h * e) for e in np.eye(2)]
+    second = sum(16 * (a + b) - c - d for a, b, c, d in zip(*map(at, (1, -1, 2, -2)), strict=True))
+    laplacian = (second - 60 * solution(points)) / (12 * h**2)
+    source = np.asarray(file.source(*points.T))
+    assert relative(-laplacian + file.K**2 * solution(points), source) < 1e-4
+
+
+@pytest.mark.slow
+def test_the_flow_under_a_parabolic_lid_converges():
+    flow = module("_cavity_reference")
+    s = np.linspace(0.1, 0.9, 17)
+    lines = [np.concatenate(flow.center_lines(s, n=n, lid="parabola")) for n in (16, 32, 64)]
+    coarse, fine = (relative(a, lines[2]) for a in lines[:2])
+    assert fine < 4e-3
+    assert coarse > 3 * fine
+    # The values in the cells are those on the lines: the middle row of an odd number of cells.
+    u, v, _ = flow.cavity_fields(21, "parabola")
+    centers = (np.arange(21) + 0.5) / 21
+    want = np.concatenate(flow.center_lines(centers, n=64, lid="parabola"))
+    assert relative(np.concatenate([u[10], v[:, 10]]), want) < 5e-3
 
 
 def test_diffusion_is_of_second_order_and_solves_what_is_known():
