@@ -112,7 +112,7 @@ def summed_apart(x: Array, like: Array) -> Array:
     rows with all that the backward pass computes beside it. On an H200 that kernel took eight times
     as long as its memory traffic, because its threads follow the columns.
     """
-    if 0 in like.shape or in_full_forward():
+    if 0 in like.shape:
         return x
     one = jnp.ravel(lax.stop_gradient(like))[0]  # only this is kept for the backward pass
     return _summed_apart_p.bind(*match_varying_axes(x, one))

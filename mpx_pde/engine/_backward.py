@@ -8,7 +8,6 @@ too.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,15 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun, primitives
+from jax.extend.core import JaxprEqn, jaxpr_as_fun
 
 from ..interpret import _tables as tables
 from ..interpret._flat import Constant, Flat, Step, flatten, read, variables
 from ..interpret._jaxpr import (
-    LOOPS,
     aval_of,
-    bodies_of,
-    contains,
     in_context_of,
     own_bind,
     scopes_of,
@@ -35,10 +31,10 @@ from ..interpret._jaxpr import (
 )
 from ..interpret._products import KEPT_IN_HALF
 from ..interpret._rebind import rebind, scan_counts
-from ..interpret._tables import CONTAINERS
-from ._facts import DATA, RECOMPUTED, Fact, Facts
+from ._facts import COMPUTED, DATA, Fact
 from ._kept import Plan, make_plan
 from ._products import backward_product, forward_product
+from ._program import prepared
 
 
 _AGAIN = "rematted_computation"
@@ -123,7 +119,10 @@ def run_forward(
             ]
             out, loops[id(step)] = _scan_forward(inner, step, given, by, some)
         else:
-            out = by.bind(step, given, backward=False)
+            # What is computed of data alone does not take a split product.
+            exact = bool(step.outputs) and plan.facts.of[step.outputs[0]].level < COMPUTED
+            own = by._replace(algorithm=None) if exact else by
+            out = own.bind(step, given, backward=False)
         env.update(zip(step.outputs, out, strict=True))
     kept = {k: by.kept(env[k]) if rounded else env[k] for k, rounded in plan.kept.items()}
     values = Values(kept, {k: env[k] for k in plan.given}, loops)
@@ -215,7 +214,6 @@ def run_backward(
     """Returns the results of the backward program. `operands` are those that are not `wanted`."""
     env: dict[int, Any] = {k: c.value for k, c in plan.backward.constants.items()}
     env.update(operands)
-    full = {k for k, x in plan.wanted.items() if _is_full(x, plan.facts)}
 
     def value(x: int | Constant) -> Any:
         if not isinstance(x, Constant) and x in plan.wanted and x not in env:
@@ -227,12 +225,7 @@ def run_backward(
         if id(step) in plan.loops:
             out = _scan_backward(plan, step, values, value, by, again)
         else:
-            given = list(map(value, step.inputs))
-            halves = not full.intersection(step.variables)
-            if step.name in tables.LAYOUT and not halves:
-                full.update(step.outputs)
-            in_full = step.name in tables.PRODUCTS and not halves
-            out = by.bind(step, given, backward=not in_full)
+            out = by.bind(step, list(map(value, step.inputs)), backward=True)
         again.gradients += [x for k, x in zip(step.outputs, out, strict=True) if k in terms]
         env.update(zip(step.outputs, out, strict=True))
     return list(map(value, plan.backward.outputs))
@@ -246,10 +239,6 @@ def _gradient_terms(backward: Flat) -> set[int]:
             found.difference_update(step.outputs)
             found.update(step.variables)
     return found
-
-
-def _is_full(x: int | Constant, facts: Facts) -> bool:
-    return not isinstance(x, Constant) and facts.of[x].full
 
 
 def _scan_backward(
@@ -284,34 +273,6 @@ def _scan_backward(
 # Entry.
 
 
-def without_checkpoints(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Returns a program with calls in place of its checkpoints, which say what is kept. What is in
-    one without a policy is marked: its products are computed again. A checkpoint of a loop stays,
-    so that the steps of the loop keep nothing."""
-
-    numbers = itertools.count()
-
-    def entered(jaxpr: Jaxpr, region: str) -> Jaxpr:
-        return jaxpr.replace(eqns=[one(e, region) for e in jaxpr.eqns])
-
-    def one(eqn: JaxprEqn, region: str) -> JaxprEqn:
-        if eqn.primitive.name == "remat2" and not contains(bodies_of(eqn)[0], LOOPS):
-            inner = region
-            if not region and eqn.params["policy"] is None:
-                inner = f"{RECOMPUTED}.{next(numbers)}"
-            body = ClosedJaxpr(entered(eqn.params["jaxpr"], inner), ())
-            call = {"call_jaxpr": body}
-            return eqn.replace(primitive=primitives.closed_call_p, params=call)
-        if eqn.primitive.name in CONTAINERS and not eqn.primitive.name.startswith("custom"):
-            eqn = with_jaxprs(eqn, lambda x: entered(x, region))
-        if not region:
-            return eqn
-        info = eqn.source_info
-        return eqn.replace(source_info=info.replace(name_stack=info.name_stack.extend(region)))
-
-    return closed.replace(jaxpr=entered(closed.jaxpr, ""))
-
-
 def value_and_pullback(
     fun: Callable, moving: Any, fixed: Any, by: Precisions, given: Sequence[Fact], trace: Any
 ) -> tuple[Any, "Pullback", Any]:
@@ -326,13 +287,11 @@ def value_and_pullback(
     - `trace`: a context to trace the function in.
     """
     with trace:
-        pair, shapes = _transposed(fun, moving, fixed)
-        if contains(pair[1], ("remat2",)):
-            closed, shapes = jax.make_jaxpr(fun, return_shape=True)(moving, fixed)
-            run = jaxpr_as_fun(without_checkpoints(closed))
-            tree = jax.tree.structure(shapes)
-            again = lambda *args: jax.tree.unflatten(tree, run(*jax.tree.leaves(args)))
-            pair, shapes = _transposed(again, moving, fixed)
+        closed, shapes = jax.make_jaxpr(fun, return_shape=True)(moving, fixed)
+        run = jaxpr_as_fun(prepared(closed, given, by.half))
+        tree = jax.tree.structure(shapes)
+        whole = lambda *args: jax.tree.unflatten(tree, run(*jax.tree.leaves(args)))
+        pair, shapes = _transposed(whole, moving, fixed)
     forward, backward = (flatten(x, forward_mode=False, sharded=True) for x in pair)
     count = len(jax.tree.leaves(shapes))
     cotangents = len(jax.tree.leaves(shapes[0]))

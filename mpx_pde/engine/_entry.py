@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jaxtyping import Array
 
 from .._cast import convert, widen
@@ -19,14 +19,24 @@ from .._dtypes import asked_of_context, is_half, precision_of_user
 from .._forward import Forward, forward_in, present_forward
 from .._notes import noting
 from ..interpret import _tables as tables
-from ..interpret._jaxpr import equations_in
+from ..interpret._jaxpr import (
+    CALLS,
+    aval_of,
+    bodies_of,
+    equations_in,
+    is_container,
+    own_bind,
+    trace_arrays,
+    walk,
+)
 from ._backward import Precisions, value_and_pullback
+from ._custom import own_in_registers
 from ._evaluate import Evaluator, Scaled
-from ._facts import DATA, MASTER, Fact
+from ._facts import DATA, MASTER, Fact, size_of
 from ._plan import Index, Plan
 from ._products import Product
 from ._rules import Rules
-from ._streams import RAW, Jet, Storage, is_inexact, tell
+from ._streams import RAW, Jet, Storage, is_inexact, tell, typed
 
 
 class Equation(NamedTuple):
@@ -164,7 +174,31 @@ class InForward(eqx.Module):
         fun, args, kwargs = jtu.tree_map_with_path(_in_float64, program)
         noted = noting(_NAMES_FLOAT32, TypeError, ValueError, about="float64")
         with forward_in(self.forward), noted:
-            return _states_as(program, fun(*args, **kwargs))
+            closed, leaves, assemble = trace_arrays(fun, args, kwargs)
+        out = _in_registers(closed, [x for _, x in leaves])
+        return _states_as(program, assemble(out))
+
+
+_FLOAT64 = Storage(np.dtype(np.float64))
+
+
+def _in_registers(closed: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
+    """Evaluates a program in float64: a cast to float32 in it leaves values as they are."""
+
+    def evaluate(_: int, eqn: JaxprEqn, args: list) -> Sequence[Any]:
+        if eqn.primitive.name in CALLS:
+            return _in_registers(bodies_of(eqn)[0], args)
+        cast = eqn.primitive.name == "convert_element_type"
+        if cast and (args[0].dtype, eqn.params["new_dtype"]) == (np.float64, np.float32):
+            return args
+        pairs = zip(args, eqn.invars, strict=True)
+        alike = all(getattr(x, "dtype", None) == aval_of(v).dtype for x, v in pairs)
+        if alike or is_container(eqn):
+            return own_bind(eqn, typed(eqn, args))
+        return own_in_registers(eqn, args, _FLOAT64)
+
+    known = lambda atom: np.asarray(atom.val, atom.aval.dtype)
+    return walk(closed.jaxpr, closed.consts, operands, known, evaluate)
 
 
 def linearized(
@@ -196,8 +230,9 @@ def linearized(
         arrays, plain = eqx.partition(fun(eqx.combine(moving, static), *others), eqx.is_array)
         return arrays
 
-    facts = [Fact(MASTER, width=x.size, full=in_full(x)) for x in jtu.tree_leaves(moving)]
-    facts += [Fact(DATA, width=x.size, full=in_full(x)) for x in jtu.tree_leaves(fixed)]
+    fact = lambda level, x: Fact(level, width=size_of(jax.typeof(x)), full=in_full(x))
+    facts = [fact(MASTER, x) for x in jtu.tree_leaves(moving)]
+    facts += [fact(DATA, x) for x in jtu.tree_leaves(fixed)]
     by = Precisions(forward.algorithm, forward.dtype)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         given = moving, fixed, by, facts, precision_of_user()

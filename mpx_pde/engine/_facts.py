@@ -8,7 +8,9 @@ Sums of values that may cancel, functions of large arguments, and decisions are 
 
 import dataclasses
 import functools as ft
+import math
 import operator
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -18,7 +20,7 @@ from jax.extend.core import JaxprEqn
 from ..interpret import _tables as tables
 from ..interpret._flat import Constant, Step, flatten
 from ..interpret._jaxpr import aval_of, bodies_of, scopes_of
-from ._streams import is_inexact
+from ._streams import is_inexact, takes_derivatives
 
 
 CONSTANT, MASTER, DATA, COMPUTED = range(4)
@@ -45,7 +47,8 @@ class Fact(NamedTuple):
     - `level`: `MASTER`, `DATA` or `COMPUTED`.
     - `sign`: its sign, relative to a variable or to 1.
     - `full`: whether it depends on nothing but arrays that the user keeps in full, and constants.
-    - `beyond`: whether it may have the value of a constant that half precision cannot hold.
+    - `beyond`: whether it may have the value of a constant that half precision cannot hold, or of a
+        derivative, which has any size once its scale is taken from it.
     - `root`: the operand of the bounded function that this is a product or power of, if it is one.
         `1 - tanh(x)` is accurate in `x`, and not in `tanh(x)`.
     - `width`: the number of entries before it was broadcast.
@@ -67,12 +70,14 @@ class Facts:
 
     - `half`: the dtype that values are rounded to.
     - `of`: a fact for each variable.
+    - `wild`: the variables that are derivatives, or are computed from derivatives.
     - `operands`: for each variable that can be computed again, the variables that this takes.
     - `made`: the step that makes each variable.
     """
 
     half: np.dtype
     of: dict[int, Fact] = dataclasses.field(default_factory=dict)
+    wild: set[int] = dataclasses.field(default_factory=set)
     operands: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     made: dict[int, Step] = dataclasses.field(default_factory=dict)
 
@@ -81,9 +86,9 @@ class Facts:
         level = ft.reduce(operator.or_, map(self.level, step.variables), CONSTANT)
         again = self._operands_again(step, level)
         full = bool(step.variables) and all(self.of[x].full for x in step.variables)
+        sign, root, beyond = self._sign(step), self._root(step), self._is_beyond(step)
         for k, v in zip(step.outputs, step.eqn.outvars, strict=True):
             width = self._width(step, aval_of(v))
-            sign, root, beyond = self._sign(step), self._root(step), self._is_beyond(step)
             self.of[k] = Fact(level, sign, root, width, full, beyond)
             self.made[k] = step
             if again is not None:
@@ -95,7 +100,7 @@ class Facts:
     def _width(self, step: Step, aval: Any) -> int:
         if step.name in tables.LAYOUT:
             return max((self.of[x].width for x in step.variables), default=1)
-        return int(np.prod(getattr(aval, "shape", ())))
+        return size_of(aval)
 
     # Accuracy.
 
@@ -161,7 +166,10 @@ class Facts:
         )
 
     def _is_beyond(self, step: Step) -> bool:
-        """Returns whether a result may be a constant that half precision cannot hold."""
+        """Returns whether half precision may be unable to hold a result."""
+        if self.half == np.float16 and is_wild(step, self.wild):
+            self.wild.update(step.outputs)
+            return True
         if step.name in tables.BOUNDED or step.name not in tables.ACCURATE | tables.ADDITIONS:
             return False
         limit = float(jnp.finfo(self.half).max)
@@ -213,6 +221,17 @@ class Facts:
 
 _BOUNDED_TOO = tables.MOVES | tables.ADDITIONS | {"mul", "neg", "square", "integer_pow"}
 """Operations whose result is bounded if their operands are."""
+
+
+def is_wild(step: Step, wild: Collection[int]) -> bool:
+    """Returns whether the results of a step are derivatives, or unbounded functions of some."""
+    passes = step.name not in tables.BOUNDED and not wild.isdisjoint(step.variables)
+    return passes or takes_derivatives(step.eqn)
+
+
+def size_of(aval: Any) -> int:
+    """Returns the number of entries of an array. Sizes that are symbols count as 1."""
+    return math.prod(n for n in getattr(aval, "shape", ()) if isinstance(n, int))
 
 
 def region_of(eqn: JaxprEqn) -> str:

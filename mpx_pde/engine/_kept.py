@@ -16,7 +16,7 @@ from ..interpret import _tables as tables
 from ..interpret._flat import Constant, Flat, Step, flatten, variables
 from ..interpret._jaxpr import bodies_of
 from ..interpret._rebind import scan_counts
-from ._facts import COMPUTED, CONSTANT, DATA, Fact, Facts, region_of
+from ._facts import COMPUTED, CONSTANT, DATA, Fact, Facts, region_of, size_of as entries_of
 from ._keeping import chosen, unrounded
 
 
@@ -83,7 +83,7 @@ def make_plan(
         if x not in avals:
             return 1  # an operand of a body
         width = half.itemsize if rounds(x) else getattr(avals[x].dtype, "itemsize", 8)
-        return int(np.prod(avals[x].shape)) * width
+        return entries_of(avals[x]) * width
 
     whole = exact | leaving
     operands = {x: some for x, some in facts.operands.items() if x not in whole}

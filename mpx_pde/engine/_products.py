@@ -153,7 +153,7 @@ class Product:
         product, which meets the point, asks for full precision in any evaluation around.
         """
         if self.open:
-            eqn = _precise(eqn) if first else eqn
+            eqn = precise(eqn) if first else eqn
             return lambda x, y: bind(eqn, [x, y])[0]
         kind = aval_of(eqn.outvars[0]).dtype
         wide: Any = storage.width_of(kind)
@@ -173,7 +173,7 @@ class Product:
         return lambda x, y: bind(eqn, [x, y])[0]
 
 
-def _precise(eqn: JaxprEqn) -> JaxprEqn:
+def precise(eqn: JaxprEqn) -> JaxprEqn:
     """Returns a product that asks for full precision."""
     if eqn.primitive.name in tables.MIXED:
         dtype = wide(eqn.params["dtype"])

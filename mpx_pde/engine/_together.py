@@ -65,7 +65,7 @@ def beside(arrays: Sequence[Any], like: Any, *, leading: bool = False) -> list[A
     return _beside_p.bind(*match_varying_axes(*arrays, like), leading=leading)
 
 
-def _broadcast(x: Any, shape: Sequence[int], axes: Sequence[int]) -> Array:
+def _broadcast(x: Any, shape: Sequence[Any], axes: Sequence[int]) -> Any:
     return lax.broadcast_in_dim(x, shape, axes)
 
 
