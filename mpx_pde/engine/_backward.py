@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn, jaxpr_as_fun
+from jax.extend.core import JaxprEqn
 
 from ..interpret import _tables as tables
 from ..interpret._flat import Constant, Flat, Step, flatten, read, variables
@@ -34,7 +34,7 @@ from ..interpret._rebind import rebind, scan_counts
 from ._facts import COMPUTED, DATA, Fact
 from ._kept import Plan, make_plan
 from ._products import backward_product, forward_product
-from ._program import prepared
+from ._program import evaluated, prepared
 
 
 _AGAIN = "rematted_computation"
@@ -288,9 +288,9 @@ def value_and_pullback(
     """
     with trace:
         closed, shapes = jax.make_jaxpr(fun, return_shape=True)(moving, fixed)
-        run = jaxpr_as_fun(prepared(closed, given, by.half))
+        run = partial(evaluated, prepared(closed, given, by.half))
         tree = jax.tree.structure(shapes)
-        whole = lambda *args: jax.tree.unflatten(tree, run(*jax.tree.leaves(args)))
+        whole = lambda *args: jax.tree.unflatten(tree, run(jax.tree.leaves(args)))
         pair, shapes = _transposed(whole, moving, fixed)
     forward, backward = (flatten(x, forward_mode=False, sharded=True) for x in pair)
     count = len(jax.tree.leaves(shapes))

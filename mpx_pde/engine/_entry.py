@@ -234,9 +234,7 @@ def linearized(
     facts = [fact(MASTER, x) for x in jtu.tree_leaves(moving)]
     facts += [fact(DATA, x) for x in jtu.tree_leaves(fixed)]
     by = Precisions(forward.algorithm, forward.dtype)
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        given = moving, fixed, by, facts, precision_of_user()
-        out, pullback, aux = value_and_pullback(run, *given)
+    out, pullback, aux = value_and_pullback(run, moving, fixed, by, facts, precision_of_user())
     return eqx.combine((out, aux), plain), pullback
 
 

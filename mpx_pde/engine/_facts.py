@@ -10,7 +10,6 @@ import dataclasses
 import functools as ft
 import math
 import operator
-from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -20,7 +19,8 @@ from jax.extend.core import JaxprEqn
 from ..interpret import _tables as tables
 from ..interpret._flat import Constant, Step, flatten
 from ..interpret._jaxpr import aval_of, bodies_of, scopes_of
-from ._streams import is_inexact, takes_derivatives
+from ._roles import is_wild
+from ._streams import WILD, is_inexact
 
 
 CONSTANT, MASTER, DATA, COMPUTED = range(4)
@@ -70,14 +70,15 @@ class Facts:
 
     - `half`: the dtype that values are rounded to.
     - `of`: a fact for each variable.
-    - `wild`: the variables that are derivatives, or are computed from derivatives.
+    - `wild`: the variables that are derivatives, or are computed from derivatives, with the stage
+        `WILD`.
     - `operands`: for each variable that can be computed again, the variables that this takes.
     - `made`: the step that makes each variable.
     """
 
     half: np.dtype
     of: dict[int, Fact] = dataclasses.field(default_factory=dict)
-    wild: set[int] = dataclasses.field(default_factory=set)
+    wild: dict[int, int] = dataclasses.field(default_factory=dict)
     operands: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     made: dict[int, Step] = dataclasses.field(default_factory=dict)
 
@@ -168,7 +169,7 @@ class Facts:
     def _is_beyond(self, step: Step) -> bool:
         """Returns whether half precision may be unable to hold a result."""
         if self.half == np.float16 and is_wild(step, self.wild):
-            self.wild.update(step.outputs)
+            self.wild.update(dict.fromkeys(step.outputs, WILD))
             return True
         if step.name in tables.BOUNDED or step.name not in tables.ACCURATE | tables.ADDITIONS:
             return False
@@ -221,12 +222,6 @@ class Facts:
 
 _BOUNDED_TOO = tables.MOVES | tables.ADDITIONS | {"mul", "neg", "square", "integer_pow"}
 """Operations whose result is bounded if their operands are."""
-
-
-def is_wild(step: Step, wild: Collection[int]) -> bool:
-    """Returns whether the results of a step are derivatives, or unbounded functions of some."""
-    passes = step.name not in tables.BOUNDED and not wild.isdisjoint(step.variables)
-    return passes or takes_derivatives(step.eqn)
 
 
 def size_of(aval: Any) -> int:

@@ -2,13 +2,25 @@
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, primitives
 
 from ..interpret import _tables as tables
-from ..interpret._flat import Constant, Step
-from ..interpret._jaxpr import CALLS, LOOPS, bodies_of, contains, with_jaxprs, with_products
+from ..interpret._flat import Constant, Step, read
+from ..interpret._jaxpr import (
+    CALLS,
+    LOOPS,
+    bodies_of,
+    contains,
+    in_context_of,
+    own_bind,
+    walk,
+    with_jaxprs,
+    with_products,
+)
+from ._custom import custom_in_registers
 from ._facts import CONSTANT, DATA, RECOMPUTED, Fact, Facts
 from ._products import precise
 
@@ -21,6 +33,20 @@ def prepared(closed: ClosedJaxpr, given: Sequence[Fact], half: np.dtype) -> Clos
     precision may be unable to hold.
     """
     return _in_full(_without_checkpoints(closed), given, half)
+
+
+def evaluated(closed: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
+    """Evaluates a program again. Rules of its functions return arrays of the recorded shapes."""
+
+    def evaluate(_: int, eqn: JaxprEqn, args: list) -> Sequence[Any]:
+        with in_context_of(eqn):
+            if eqn.primitive.name in CALLS:
+                return evaluated(bodies_of(eqn)[0], args)
+            own = eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call")
+            return custom_in_registers(eqn, args) if own else own_bind(eqn, args)
+
+    known = lambda atom: read(Constant(atom.val, atom.aval), {})
+    return walk(closed.jaxpr, closed.consts, operands, known, evaluate)
 
 
 def _in_full(closed: ClosedJaxpr, given: Sequence[Fact], half: np.dtype) -> ClosedJaxpr:
