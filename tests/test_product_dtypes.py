@@ -250,6 +250,7 @@ OF_DERIVATIVES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("name", OF_DERIVATIVES)
 def test_errors_of_derivatives_inside_of_a_loss_name_the_mend(name):

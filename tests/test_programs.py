@@ -189,6 +189,7 @@ def test_each_operation(name, family):
 UNUSUAL = r"argmax|argsort|floor|top_k|switch|own|tilted|magnitude|1j|fill|order=|reshape|^logadd"
 
 
+@pytest.mark.slow
 def test_unusual_operations():
     """Tests templates with indices, complex numbers and custom derivatives."""
     found = [t for family in TEMPLATES for t in TEMPLATES[family] if re.search(UNUSUAL, t)]

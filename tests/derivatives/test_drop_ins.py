@@ -116,6 +116,7 @@ def rows_of(taken):
     return {name for name, row in zip(scaling.row_names, counts, strict=True) if row.any()}
 
 
+@pytest.mark.slow
 def test_nested_calls_name_their_own_coordinates():
     g, (q, t, x) = mpd.grad, (1.5, 0.5, 0.7)
     fun = lambda q, t, x: q * jnp.sin(t * x**2)

@@ -43,6 +43,7 @@ OF_DERIVATIVES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", OPTIONS)
 @pytest.mark.parametrize("unit", [3e3, 1e-4])
 @pytest.mark.parametrize(
@@ -107,6 +108,7 @@ NEAR_ONE = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", OPTIONS)
 @pytest.mark.parametrize(
     ("name", "half"),

@@ -39,6 +39,7 @@ def test_products_of_data_alone_are_in_float32():
     assert relative(grads, want) < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [True, (False, True), ([True, False, False], False)])
 def test_what_is_kept_in_full_meets_products_in_full(keep):
     """A batch keeps the first product in full, a layer its own, and `True` all products."""

@@ -70,6 +70,7 @@ GUARDED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GUARDED)
 def test_rules_that_ask_which_operands_move(name):
     """A stream that is zero everywhere is no sign that an operand does not depend on the point."""

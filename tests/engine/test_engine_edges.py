@@ -161,6 +161,7 @@ def test_a_forward_pass_in_float64_rounds_nothing_to_float32(name):
         assert relative(grads, full) < 2.0**-18  # float32's 2^-24, times the condition of a solve
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("factor", "result"), [("eigh", 1), ("svd", 0), ("qr", 0)])
 def test_factors_are_those_of_the_forward_pass(factor, result):
     """Vectors come with any sign: at rounded operands with another one, maybe."""
@@ -308,6 +309,7 @@ def test_arrays_are_joined_on_every_platform(place):
     np.testing.assert_array_equal(got, np.concatenate(arrays, axis=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dims", [(0, 0), (0, None), (None, 0), (2, 1)])
 def test_sums_and_spreads_in_every_transformation(dims):
     arrays = [jnp.asarray(np.random.default_rng(i).random((3, 4, 5)), "float32") for i in (0, 1)]
@@ -362,6 +364,7 @@ def deep(layer, weights, p):
     return jnp.sum(h)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("differ", ALIKE)
 def test_layers_that_differ_are_not_taken_for_one(differ):
     # The first layer and the last one are unlike all others.

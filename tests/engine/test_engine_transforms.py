@@ -95,6 +95,7 @@ WITHOUT_A_RULE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WITHOUT_A_RULE)
 def test_what_has_no_derivative_may_be_stopped_and_solves_are_linear(name):
     u, along = WITHOUT_A_RULE[name], lambda f: lambda p: jax.jvp(f, (p,), (jnp.eye(2)[0],))[1]
@@ -213,6 +214,7 @@ def test_loops_with_derivatives_that_the_loss_does_not_use():
     np.testing.assert_allclose(jax.grad(lambda w: terms(w)["u_x"])(w), want, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_loops_with_a_result_of_which_the_loss_uses_the_derivative_alone():
     a, w = (jax.random.normal(jax.random.key(i), (4, 4)) for i in range(2))
 
@@ -231,6 +233,7 @@ rooted = jax.custom_jvp(lambda h: jnp.sqrt(1 + h * h))
 rooted.defjvp(lambda p, t: (rooted(*p), p[0] / newton(p[0]) * t[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("root", [newton, own(newton), rooted], ids=["newton", "own", "rooted"])
 @pytest.mark.parametrize("forward", ["float32", "bfloat16_x3"])
 def test_a_while_loop_of_what_a_layer_takes_too(forward, root):

@@ -563,6 +563,7 @@ def test_what_has_no_derivative_has_none_in_any_layer(terms):
     assert_nearly(loss, params, POINTS, "bfloat16", rtol=2.0**-20, least=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forward", ["float64", "float32"])
 def test_streams_that_no_vmap_maps_yet(forward):
     """Behind a float64 linear layer, JAX adds an axis to values of the backward pass alone."""

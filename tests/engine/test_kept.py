@@ -35,6 +35,10 @@ def network(p, x):
     return jax.nn.gelu(h @ p[2] + p[3]) @ p[4]
 
 
+with jax.numpy_rank_promotion("allow"):
+    TARGETS = network(LAYERS, POINTS)
+
+
 def squared(x):
     return jnp.mean(x**2)
 
@@ -229,7 +233,7 @@ PROGRAMS = {
         lambda p, x, y: squared(network(p, x) - y),
         LAYERS,
         POINTS,
-        network(LAYERS, POINTS) + 1e-4 * normal(24, (128, 8)),
+        TARGETS + 1e-4 * normal(24, (128, 8)),
     ),
     "two networks": (
         lambda p, x, z: squared(jnp.einsum("bp,np->bn", network(p[0], x), network(p[1], z)) - 1),

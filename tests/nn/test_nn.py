@@ -22,6 +22,7 @@ def points(n=8, coords=2):
     return jax.random.uniform(jax.random.key(3), (n, coords))
 
 
+@pytest.mark.slow
 def test_frequencies_are_not_trained_and_a_copy_is_the_same_model():
     model = make(fourier_features=(4, 1.0))
     optimizer = optax.adamw(0.1, weight_decay=0.5)
@@ -41,6 +42,7 @@ def test_values_in_a_kernel_of_their_own_are_the_same():
         np.testing.assert_array_equal(jax.jit(separate)(x), x, strict=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "x"),
     [

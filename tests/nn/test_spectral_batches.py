@@ -44,6 +44,7 @@ def test_an_operator_of_a_large_batch():
     check(mpx.nn.FNO(2, 1, 16, 1, (4, 4), key=jax.random.key(0)), field(2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("members", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_an_ensemble_in_a_batch_is_that_of_each_member_and_sample(members):
     """A constant per channel, mapped over members alone, once mistook the sample axis for the

@@ -114,6 +114,7 @@ def test_a_kernel_by_strips_is_that_of_numpy(strips):
     np.testing.assert_allclose(found.powered, jac.T @ jac @ directions, rtol=1e-12, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_reflections_are_orthogonal_in_float64_and_may_be_missing():
     with jax.enable_x64(True):
         some = first_leading(40, 6)
@@ -212,6 +213,7 @@ def test_wrong_methods(options, match):
         mpx.LevenbergMarquardt(wave, **options)
 
 
+@pytest.mark.slow
 def test_auto_takes_the_smaller_matrix_and_says_so():
     w, batches = weights(dtype="float32"), examples(dtype="float32")
     optimizer = mpx.LevenbergMarquardt((wave, edge))

@@ -112,6 +112,7 @@ def test_a_matrix_that_rounding_makes_indefinite_is_shifted():
     assert np.isfinite(solve(jnp.ones(30))).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "error"), [("bfloat16_x3", 1e-3), ("bfloat16", 0.3)])
 def test_a_wide_matrix_is_factorized_by_narrow_products(precision, error, monkeypatch):
     """The panels end behind the matrix. The errors are those of a Gram matrix in that precision,
@@ -165,6 +166,7 @@ def test_a_float32_gram_matrix_solves_in_float64(turned, damping):
     assert np.sum(off**2) < 1e-9 * np.sum((part * (left.T @ b)) ** 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damping", [1e-14, 1e-9])
 def test_more_leading_directions_than_rows_are_factorized(damping):
     """The rest without the leading directions is rounding, of either sign."""

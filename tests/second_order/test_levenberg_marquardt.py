@@ -33,6 +33,7 @@ def linear(w, example):
     return jnp.sum(a * w) - b
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("forward", "solver"),
     [
@@ -72,6 +73,7 @@ def test_what_the_product_of_jacobians_loses_is_found():
     assert state.iterations >= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jacobian", [pytest.param("float32", marks=pytest.mark.slow), "float64"])
 def test_blocks_of_points_take_the_same_step(jacobian, monkeypatch):
     """One block is not full, and the residuals have different numbers of examples."""
@@ -313,6 +315,7 @@ def test_the_example_converges_and_draws_its_error(tmp_path):
     assert out.stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_a_loss_in_place_of_a_residual_is_told():
     """One number from an example that holds a whole batch."""
     model, points = jnp.ones(2), jnp.array([[1.0, 2.0], [3.0, 4.0], [0.0, 1.0]])

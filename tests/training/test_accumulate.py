@@ -95,6 +95,7 @@ def test_the_batch_is_dealt_out_along_the_axes():
     assert tree_equal_bits(splits(0, x, x), ((x_rows, x_rows), {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_each_device_has_its_part_of_every_micro_batch(kind):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))

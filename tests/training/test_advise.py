@@ -136,6 +136,7 @@ def test_what_a_cast_cannot_have_runs_by_autocast():
     assert "autocast" in half.rows[3].name
 
 
+@pytest.mark.slow
 def test_what_fails_in_half_alone_is_a_row():
     def loss(w, x):
         if jnp.result_type(w) != jnp.float32 or mpx.half_precision_datatype() == jnp.bfloat16:

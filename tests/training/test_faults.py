@@ -95,6 +95,7 @@ def test_any_schedule_of_faults(kinds):
     np.testing.assert_array_equal(apart, scaling.skipped_steps)
 
 
+@pytest.mark.slow
 def test_ten_overflows_in_a_row_and_a_scale_at_its_minimum():
     kinds = [0] * 3 + [4] * 10 + [0] * (LENGTH - 13)
     states, finite = run(jnp.array(kinds, jnp.int32))

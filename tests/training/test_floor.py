@@ -64,6 +64,7 @@ def test_the_floor_is_the_error_against_float64(rung, residual):
     assert bool(floor.reached) == (rung == "half" and residual < 1)
 
 
+@pytest.mark.slow
 def test_a_branch_that_is_not_taken_is_not_run():
     """The branch may hold a name of the user's, as derivative terms do."""
     ran = []

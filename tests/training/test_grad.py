@@ -407,6 +407,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"forward": "float32"}, pytest.param({"autocast": True}, marks=pytest.mark.slow)],
@@ -561,6 +562,7 @@ def test_argnums_are_refused_with_the_code_to_write(name, argnums, code):
     assert relative(mpx.filter_grad(loss, scaler(2), argnums=0)(*args)[2], args[1]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*takes no derivative:mpx_pde.PrecisionWarning")
 @pytest.mark.parametrize("kind", ["loss", "both"])
 def test_the_scaling_of_an_ensemble_is_told(kind):

@@ -116,6 +116,7 @@ def test_where_no_scale_helps_it_says_so(factor):
         find(jnp.ones(2))
 
 
+@pytest.mark.slow
 def test_a_check_that_fails_where_the_gradient_overflows_is_an_overflow():
     """As that of lineax, whose solve in a backward pass takes no infinity."""
 
@@ -153,6 +154,7 @@ def test_underflow_at_the_highest_scale_is_told():
     assert found_for(2.0**-14)[0].loss_scaling == 2.0**15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "match"),
     [
@@ -171,6 +173,7 @@ def test_underflow_of_a_loss_that_ends_in_half_is_told(loss, match):
     assert relative(grads, eqx.filter_grad(loss)(w, x)) < 2.0**-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("warns", [True, False])
 def test_a_derivative_beside_a_far_larger_one_is_told(warns):
     units = jnp.array([1e6, 1e-6 if warns else 1e3])
@@ -197,6 +200,7 @@ def test_a_gradient_of_zero_asks_for_no_scale():
         assert find(jnp.ones(3), jnp.zeros(())).loss_scaling == 2.0**12
 
 
+@pytest.mark.slow
 def test_a_loss_in_full_has_no_cap_of_half_precision():
     """A loss of 1e-12 lost its gradient in float16 without a warning."""
     model, x = eqx.nn.MLP(1, 1, 8, 1, jnp.tanh, key=jax.random.key(0)), batches()[0]

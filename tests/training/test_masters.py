@@ -134,6 +134,7 @@ def test_equal_gradients_are_rounded_anew_at_each_step():
     assert moved.max() < 16 * 2.0**-7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", [None, jax.random.key(7)], ids=["own key", "key"])
 @pytest.mark.parametrize("master", ["stochastic", "kahan"])
 @pytest.mark.parametrize("tracked", [True, False])
