@@ -16,6 +16,7 @@ from . import _tables as tables
 from ._flat import Step, flatten, variables
 from ._jaxpr import aval_of, bodies_of, close, is_container, own_bind
 from ._lines import NOWHERE, Site, site_inside, site_of
+from ._rebind import scan_counts
 
 
 UNITS = {"float16": 2**11, "bfloat16": 2**8}
@@ -139,7 +140,7 @@ class _Search:
             self._carried(eqn, bodies[0], site)
         if name in ("scan", "while", "cond", "shard_map") or len(bodies) != 1:
             for body in bodies:
-                fixed = eqn.params["num_consts"] if name == "scan" else 0
+                fixed = scan_counts(eqn)[0] if name == "scan" else 0
                 inner = [*given[:fixed], *[None] * (len(body.jaxpr.invars) - fixed)]
                 self._visit(body, inner, inside)
             return unknown
@@ -169,7 +170,7 @@ class _Search:
 
     def _carried(self, eqn: JaxprEqn, body: ClosedJaxpr, site: Site) -> None:
         """Looks for values that a loop carries and adds something to at each step."""
-        length, first, count = (eqn.params[k] for k in ("length", "num_consts", "num_carry"))
+        length, (first, count) = eqn.params["length"], scan_counts(eqn)
         carried = range(first, first + count)
         if not isinstance(length, int) or not any(self._counts(body.in_avals[i]) for i in carried):
             return

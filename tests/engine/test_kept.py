@@ -233,7 +233,7 @@ PROGRAMS = {
         lambda p, x, y: squared(network(p, x) - y),
         LAYERS,
         POINTS,
-        TARGETS + 1e-4 * normal(24, (128, 8)),
+        TARGETS + 1e-3 * normal(24, (128, 8)),
     ),
     "two networks": (
         lambda p, x, z: squared(jnp.einsum("bp,np->bn", network(p[0], x), network(p[1], z)) - 1),
@@ -273,7 +273,8 @@ def test_a_program_of_any_kind_has_its_gradient(name, half):
     want_value, want = eqx.filter_jit(jax.value_and_grad(loss))(params, *data)
     value, _, finite, got = eqx.filter_jit(gradient(loss, half))(params, *data)
     assert finite
-    np.testing.assert_allclose(value, want_value, rtol=1e-6)  # sums in another order
+    # Sums in another order, beside terms of a thousand times the size.
+    np.testing.assert_allclose(value, want_value, rtol=1e-5)
     assert relative(got, want) < TOLERANCES[half]
 
 
@@ -297,8 +298,8 @@ def test_what_a_loop_keeps_is_counted_by_its_steps():
 
 def test_a_kept_value_beyond_the_range_of_float16_makes_the_step_not_finite():
     """The derivative of a saturated function would be zero, and the step silently wrong."""
-    loss = lambda w, x: squared(jnp.tanh(1e-6 * (x @ w) ** 2) - 1)
-    run = lambda half: eqx.filter_jit(gradient(loss, half))(WEIGHT, 1e3 * STATES)[2]
+    loss = lambda w, x: squared(jnp.tanh(1e-12 * (x @ w) ** 2) - 1)
+    run = lambda half: eqx.filter_jit(gradient(loss, half))(WEIGHT, 1e6 * STATES)[2]
     assert not run("float16")
     assert run("bfloat16")
 
