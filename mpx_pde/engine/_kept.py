@@ -76,7 +76,9 @@ def make_plan(
 
     def rounds(x: int) -> bool:
         fact = facts.of[x]
-        real = jnp.issubdtype(avals[x].dtype, jnp.floating) if x in avals else False
+        # Rounding a number saves nothing.
+        several = x in avals and entries_of(avals[x]) > 1
+        real = several and jnp.issubdtype(avals[x].dtype, jnp.floating)
         return real and fact.level >= DATA and not (fact.full or fact.beyond or x in exact)
 
     def size_of(x: int) -> int:
