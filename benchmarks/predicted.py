@@ -192,7 +192,10 @@ def small_traffic() -> dict[str, dict[str, float]]:
     found = {}
     for problem in QUICK:
         task = problem.task()
-        halves = (n for n in task.rivals if re.match("mpx_pde float16|.*forward bfloat16_x3$", n))
+        halves = [n for n in task.rivals if re.match("mpx_pde float16|.*forward bfloat16_x3$", n)]
+        if problem.name.startswith("vit"):
+            # XLA (JAX 0.10.2) finds no tiles for a product of the small transformer in full.
+            halves = [n for n in halves if "forward" not in n]
         for name in halves:
             record = summary(compiled(task, name)[1], H100)
             found[f"{problem.name}, {name}"] = {k: record[k] for k in ("bytes", "kernels")}
