@@ -91,7 +91,7 @@ def compiled(name, way):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*is done in half")  # a checkpoint by `jax_remat3` stays in full
+@pytest.mark.filterwarnings("ignore:.*is done in half")  # checkpoints by `jax_remat3` stay full
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_stay_right_and_memory_is_told(name, way, record_property):
