@@ -51,9 +51,13 @@ class _Watch:
         for x in found:
             if x is None or x.is_deleted() or not (donated or x.is_ready()):
                 continue
+            parts = [shard.data for shard in x.addressable_shards]
+            # The parts of a donated array may be gone although the array itself is not marked.
+            if any(part.is_deleted() for part in parts):
+                continue
             self.looks, self.next = self.looks + 1, now + _SECONDS
             with jax.transfer_guard("allow"):
-                largest = max(np.max(np.asarray(s.data), initial=0) for s in x.addressable_shards)
+                largest = max((np.max(np.asarray(part), initial=0) for part in parts), default=0)
             tell, self.told = largest > 0 and not self.told, bool(largest > 0)
             if tell:
                 self.pending = None
