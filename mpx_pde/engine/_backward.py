@@ -81,7 +81,7 @@ class Precisions(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Values:
-    """What a forward program leaves for the backward one.
+    """Values that a forward program leaves for the backward one.
 
     **Attributes:**
 
