@@ -69,12 +69,13 @@ class Precisions(NamedTuple):
             return backward_product(eqn, self.half)
         return with_jaxprs(eqn, lambda x: x.replace(eqns=list(map(self._backward, x.eqns))))
 
-    def kept(self, x: Any) -> Any:
-        """Rounds an array to half. What overflows becomes NaN, so that it is seen."""
-        with jax.named_scope(KEPT_IN_HALF):
+    def kept(self, x: Any, made: Step) -> Any:
+        """Rounds an array that a step made. What overflows becomes NaN, so that it is seen."""
+        with in_context_of(made.eqn), jax.named_scope(KEPT_IN_HALF):
             half = x.astype(self.half)
             if self.half == np.float16:
-                half = jnp.where(jnp.isinf(half) & jnp.isfinite(x), jnp.nan, half)
+                lost = lax.is_finite(x) & ~lax.is_finite(half)
+                half = lax.select(lost, lax.full_like(half, jnp.nan), half)
             return lax.optimization_barrier(half)
 
 
@@ -124,7 +125,10 @@ def run_forward(
             own = by._replace(algorithm=None) if exact else by
             out = own.bind(step, given, backward=False)
         env.update(zip(step.outputs, out, strict=True))
-    kept = {k: by.kept(env[k]) if rounded else env[k] for k, rounded in plan.kept.items()}
+    made = plan.facts.made
+    kept = {
+        k: by.kept(env[k], made[k]) if rounded else env[k] for k, rounded in plan.kept.items()
+    }
     values = Values(kept, {k: env[k] for k in plan.given}, loops)
     outputs = plan.forward.outputs
     return [read(x, env) if i in asked else () for i, x in enumerate(outputs)], values

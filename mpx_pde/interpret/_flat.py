@@ -119,9 +119,10 @@ def _named(eqn: JaxprEqn, inputs: list) -> tuple[JaxprEqn, list]:
     name, params = eqn.primitive.name, eqn.params
     if name not in ("reduce", "reduce_window") or len(inputs) != 2:
         return eqn, inputs
-    (x, start), program = eqn.invars, params["jaxpr"]
-    ops = [(e.primitive.name, {*e.invars}) for e in getattr(program, "jaxpr", program).eqns]
-    given = {*getattr(program, "jaxpr", program).invars}
+    x, start = eqn.invars
+    program = getattr(params["jaxpr"], "jaxpr", params["jaxpr"])
+    ops = [(e.primitive.name, {id(atom) for atom in e.invars}) for e in program.eqns]
+    given = {id(var) for var in program.invars}
     known = isinstance(inputs[1], Constant) and not isinstance(inputs[1].value, Tracer)
     if not known or len(ops) != 1 or ops[0][0] not in _MONOIDS or ops[0][1] != given:
         return eqn, inputs

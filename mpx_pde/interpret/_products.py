@@ -173,6 +173,11 @@ KEPT_IN_HALF = "mpx_pde.kept_in_half"
 """The scope in which a loss with a full forward pass rounds what it keeps."""
 
 
+def is_kept(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation rounds what a loss with a full forward pass keeps."""
+    return KEPT_IN_HALF in scopes_of(eqn)
+
+
 def _is_transposed(eqn: JaxprEqn) -> bool:
     return "transpose" in str(eqn.source_info.name_stack)
 
@@ -201,7 +206,7 @@ class Counter:
             # At each depth, because JAX leaves the bodies of `while` loops as they are.
             alive, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
             for eqn in alive.eqns:
-                if eqn.primitive.name == "optimization_barrier" and KEPT_IN_HALF in scopes_of(eqn):
+                if eqn.primitive.name == "optimization_barrier" and is_kept(eqn):
                     avals = [aval_of(v) for v in eqn.outvars]
                     self.kept += sum(_number(x.shape) * x.dtype.itemsize for x in avals)
                 if eqn.primitive.name in _PRODUCTS:

@@ -7,6 +7,7 @@ import jax
 
 from ..interpret import _tables as tables
 from ..interpret._lines import is_ours
+from ..interpret._products import KEPT_IN_HALF
 from ..interpret._sums import described
 from ._meter import OPERAND
 from ._report import RangeReport, Row
@@ -79,6 +80,11 @@ def _fix(row: Row, report: RangeReport) -> str:
             f"`{row.layer}` sets its precision itself: {smaller}"
             if row.layer not in _PRODUCTS
             else f"Pass `dtype=jnp.float32` to `mpx.{row.layer}` there, {smaller}"
+        )
+    if row.scope.endswith(KEPT_IN_HALF):
+        return (
+            "It is kept in half for the backward pass. Divide it by a power of two before the "
+            "product that takes it, or use bfloat16."
         )
     # Under autocast, mixed products stand for the user's own products.
     primitive = primitive.removeprefix("mixed_")

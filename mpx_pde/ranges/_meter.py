@@ -27,7 +27,7 @@ from ..interpret._jaxpr import (
     walk,
 )
 from ..interpret._lines import Site, cast_of, site_inside, site_of
-from ..interpret._products import product_shape
+from ..interpret._products import is_kept, product_shape
 from ..interpret._rebind import rebind
 from ._stats import Counts, is_finite, is_measured
 
@@ -236,6 +236,8 @@ class Meter:
                 out.append(Known(x))
             elif name in tables.BARRIERS:
                 out.append(Known(x, operands[j].marks))
+            elif is_kept(eqn) and name != "convert_element_type":
+                out.append(Known(x, sources))  # looks for overflows, which this run has none of
             elif name in _MOVES:
                 out.append(Known(x, self.look(x) if name in tables.PICKS and sources else sources))
             else:

@@ -87,7 +87,9 @@ def test_points_that_the_loss_makes_are_data(name, wrap):
     made = step_of(lambda model, key: mapped_again(model, make(key)))
     given = step_of(mapped_again)
     share = mpx.precision_report(given)(MODEL, make(KEY)).half_share
-    assert mpx.precision_report(made)(MODEL, KEY).half_share == share > 0.25
+    # A checkpoint of constants and parameters may compute its result again, one small product more.
+    assert mpx.precision_report(made)(MODEL, KEY).half_share == pytest.approx(share, rel=0.01)
+    assert share > 0.25
     # Points that are made of nothing are constants, and what is made of them and of parameters is
     # not rounded.
     want = eqx.filter_grad(lambda model: mapped(model, make(KEY)))(MODEL)

@@ -436,6 +436,18 @@ def test_scales_are_the_advice_for_derivatives(forward):
     assert_tells(text, "ass `partials` the derivative scales", "which `mpx.initial_scaling` finds")
 
 
+def test_what_is_kept_for_the_backward_pass_has_its_line():
+    layer = eqx.nn.Linear(4, 64, use_bias=False, key=jax.random.key(0))
+    loss = lambda layer, x: jnp.mean(jax.vmap(layer)(x) ** 2)
+    gradient = mpx.filter_grad(loss, mpx.StaticLossScaling(1.0), forward="float32")
+    batch = jnp.full((8, 4), 1e6)
+    rows = mpx.range_report(gradient)(layer, batch).rows
+    (row,) = [x for x in rows if x.half and not x.backward and x.float16.overflow]
+    assert row.line == f"{__file__}:{loss.__code__.co_firstlineno}"
+    text = mpx.explain_nonfinite(gradient, "float16")(layer, batch)
+    assert_tells(text, row.line, "kept in half")
+
+
 def test_an_epsilon_that_is_zero_in_half_is_no_fault_of_float32():
     """This holds even if float32 divides by it."""
     cast = lambda w, x: (w[0] / 2).astype(x.dtype) / (0 * w + 1e-8).astype(x.dtype)
