@@ -53,11 +53,6 @@ class Forward(NamedTuple):
         return self.precision != "half"
 
     @property
-    def registers(self) -> np.dtype:
-        """Returns the dtype that the forward pass is computed in."""
-        return np.dtype(np.float64 if self.precision == "float64" else np.float32)
-
-    @property
     def algorithm(self) -> str | None:
         """Returns the split product of the forward pass, or `None` for the highest precision."""
         return self.precision if self.precision in SPLIT_PRODUCTS else None

@@ -43,7 +43,6 @@ _shared_p.multiple_results = True
 _rounded_p = Primitive("rounded_cotangent")
 _written_p = Primitive("written")
 _written_in_p = Primitive("written_in")
-_read_at_once_p = Primitive("read_at_once")
 _add_product_p = Primitive("add_product")
 _behind_p = Primitive("batch_behind")
 _summed_apart_p = Primitive("summed_apart")
@@ -81,17 +80,6 @@ def written_in(x: Array, dtype: Any) -> Array:
     CPU, which would widen the rounded array again, it returns `x` itself.
     """
     return _written_in_p.bind(x, dtype=jnp.dtype(dtype))
-
-
-def read_at_once(x: Array) -> Array:
-    """Returns `x` unchanged, and lets all operations that read it share one kernel. Its cotangent
-    is not delayed.
-
-    XLA for GPUs fuses operations that read the same array into one kernel, such as an activation
-    and the half-precision copy that is kept for the backward pass. It does not do so if they read
-    the result of a product: the copy would be a separate kernel, which reads the result once more.
-    """
-    return _read_at_once_p.bind(x)
 
 
 def add_product(x: Array, product: Array) -> Array:
@@ -286,8 +274,6 @@ _define_identity(_written_in_p, _identity, _half_and_back, cpu=_identity)
 _define_identity(_rounded_p, _rounded)
 _define_identity(_behind_p, _behind_p.bind)
 _define_identity(_forward_only_p, _refuse)
-_on_gpus = dict.fromkeys(("cuda", "rocm"), lax.optimization_barrier)
-_define_identity(_read_at_once_p, _identity, **_on_gpus)
 batching.primitive_batchers[_behind_p] = _batch_behind
 _summed_apart_p.def_impl(_identity)
 _summed_apart_p.def_abstract_eval(_identity)

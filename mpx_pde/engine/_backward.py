@@ -69,6 +69,19 @@ class Precisions(NamedTuple):
             return backward_product(eqn, self.half)
         return with_jaxprs(eqn, lambda x: x.replace(eqns=list(map(self._backward, x.eqns))))
 
+    def again(self, step: Step, operands: Sequence[Any]) -> list:
+        """Evaluates a product of the forward pass again. Its result is rounded, too, as it would be
+        if it were kept."""
+        eqn = backward_product(step.eqn, self.half)
+        if eqn is step.eqn:
+            return self.bind(step, operands, backward=True)
+        with in_context_of(eqn):
+            rounded = eqn.replace(params={**eqn.params, "out_dtype": self.half})
+            (out,) = own_bind(rounded, operands)
+            if self.half == np.float16:
+                out = lax.select(lax.is_finite(out), out, lax.full_like(out, jnp.nan))
+            return [out.astype(eqn.params["out_dtype"])]
+
     def kept(self, x: Any, made: Step) -> Any:
         """Rounds an array that a step made. What overflows becomes NaN, so that it is seen."""
         with in_context_of(made.eqn), jax.named_scope(KEPT_IN_HALF):
@@ -126,9 +139,7 @@ def run_forward(
             out = own.bind(step, given, backward=False)
         env.update(zip(step.outputs, out, strict=True))
     made = plan.facts.made
-    kept = {
-        k: by.kept(env[k], made[k]) if rounded else env[k] for k, rounded in plan.kept.items()
-    }
+    kept = {k: by.kept(env[k], made[k]) if rounded else env[k] for k, rounded in plan.kept.items()}
     values = Values(kept, {k: env[k] for k in plan.given}, loops)
     outputs = plan.forward.outputs
     return [read(x, env) if i in asked else () for i, x in enumerate(outputs)], values
@@ -203,8 +214,11 @@ class Again:
             self.env[k] = x if wide is x else x.astype(wide)
             return
         step = self.made[k]
-        again = step.name in tables.PRODUCTS
-        out = self.by.bind(step, [read(x, self.env) for x in step.inputs], backward=again)
+        operands = [read(x, self.env) for x in step.inputs]
+        if step.name in tables.PRODUCTS:
+            out = self.by.again(step, operands)
+        else:
+            out = self.by.bind(step, operands, backward=False)
         self.env.update(zip(step.outputs, out, strict=True))
 
 

@@ -21,7 +21,6 @@ from ..interpret._jaxpr import LOOPS, bodies_of
 from ..interpret._rebind import rebind, scan_counts
 from ._custom import custom_jvp, custom_vjp
 from ._plan import Index, Plan
-from ._segments import NO_KINDS, Kinds
 from ._streams import (
     DEEP,
     WILD,
@@ -44,7 +43,8 @@ class Containers:
     - `program`: evaluates a jaxpr.
     - `loaded`: casts a value, given its dtype in the program, to the dtype that it is computed in.
         All values cross a border in this form.
-    - `kinds`: the kinds of the operands of the equation.
+    - `halves`: the positions of operands of the equation that are effectively half, such as
+        masters.
     - `mixed`: whether each equation has a precision of its own. Values then cross as they are
         stored, except for what loops carry. A value that enters a loop from outside becomes a
         master, because its cotangents add up over the steps, unless it may be of any size.
@@ -55,7 +55,7 @@ class Containers:
     plan: Plan
     program: Callable[..., list[Operand]]
     loaded: Callable[..., Operand]
-    kinds: Kinds = NO_KINDS
+    halves: Collection[int] = ()
     mixed: bool = False
     scaled: Collection[Index] = ()
     found: dict[Index, Any] = dataclasses.field(default_factory=dict)
@@ -71,8 +71,9 @@ class Containers:
         places: Iterable[int] | None = None,
     ) -> list[Operand]:
         """Evaluates a body whose operands are those at `places` of the equation, by default all."""
-        names = {i: k for k, i in enumerate(range(len(operands)) if places is None else places)}
-        out = self.program(closed, operands, carried=carried, operand_kinds=self.kinds.named(names))
+        places = range(len(operands)) if places is None else places
+        halves = {k for k, i in enumerate(places) if i in self.halves}
+        out = self.program(closed, operands, carried=carried, halves=halves)
         if self.mixed:
             return out
         return [self.loaded(x, aval.dtype) for x, aval in zip(out, closed.out_avals, strict=True)]
@@ -101,11 +102,10 @@ class Containers:
 
     # Loops.
 
-    def _full(self, x: Any, stage: int, place: int | None = None) -> Any:
-        """Returns a value with all streams, as a loop carries it. `place` is its operand index."""
+    def _full(self, x: Any, stage: int) -> Any:
+        """Returns a value with all streams, as a loop carries it."""
         if not is_inexact(primal_of(x)):
             return x
-        stage = max(DEEP, stage) if place in self.kinds.params else stage
         jet = x if isinstance(x, Jet) else Jet(jnp.asarray(x), {}, stage)
         streams = {}
         for key in self.plan.keys:
@@ -145,7 +145,7 @@ class Containers:
 
         for _ in range(3):
             # The stage of a carry rises from step to step until it stays.
-            carried = [self._full(x, stage, n_consts + i) for i, x in enumerate(init)]
+            carried = [self._full(x, stage) for x in init]
             step = partial(step_at, stage)
             if stage == top:
                 break
@@ -208,7 +208,7 @@ class Containers:
         if self.mixed and policy:
             # The policy was written for products that have become mixed ones.
             eqn = eqn.replace(params={**eqn.params, "policy": translate(policy)})
-        run = partial(self.program, bodies_of(eqn)[0], operand_kinds=self.kinds)
+        run = partial(self.program, bodies_of(eqn)[0], halves=self.halves)
         return rebind(eqn, operands, [lambda *args: run(args)])
 
     def _once(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:

@@ -30,7 +30,7 @@ from ._plan import Index, Plan, sum_key
 from ._products import Product, is_biased, is_weighted, only_names
 from ._roles import Role, stage_after
 from ._rules import Rules, aligned
-from ._segments import NO_KINDS, Kinds, Part, apart_of, parts_of, roles_of, signature
+from ._segments import Part, apart_of, parts_of, roles_of, signature
 from ._streams import Jet, Storage, is_inexact, is_traced, tell, typed
 
 
@@ -122,7 +122,7 @@ class Evaluator:
         operands: Sequence[Any],
         asked: Collection[Index] | None = None,
         carried: Collection[tuple[int, int]] | None = None,
-        operand_kinds: Kinds = NO_KINDS,
+        halves: Collection[int] = (),
     ) -> list[Any]:
         """Returns the results of a jaxpr. Operands and results are jets or arrays.
 
@@ -133,11 +133,10 @@ class Evaluator:
         env: dict[int, Any] = {k: c.value for k, c in flat.constants.items()}
         env.update(zip(flat.inputs, operands, strict=True))
         flat = with_moments(flat, [k for k, x in env.items() if isinstance(x, Jet)])
-        kinds = operand_kinds.named(dict(enumerate(flat.inputs)))
         stages = {k: x.stage for k, x in env.items() if isinstance(x, Jet)}
         plan = self.rules.plan
         roles = roles_of(flat, stages, plan, asked or plan.everything, carried)
-        half = self.product.halves(flat, env, roles.stage, kinds.half)
+        half = self.product.halves(flat, env, roles.stage, {flat.inputs[i] for i in halves})
         traced = (k for k, x in env.items() if isinstance(x, Tracer))
         streams = [k for k, x in env.items() if isinstance(x, Jet) and x.streams]
         moving = frozenset(moving_from(flat, streams))
@@ -238,9 +237,9 @@ class Evaluator:
             found: dict[Index, Any] = {}
             lost = self.lost and partial(tell, found)
             inner = dataclasses.replace(self, lost=lost, around=(*self.around, *step.calls, eqn))
-            kinds = Kinds(self.product.half_operands(step, operands, roles), ())
+            half = self.product.half_operands(step, operands, roles)
             told = tuple(self.scaled.scales) if lost and self.scaled else ()
-            options = {"kinds": kinds, "scaled": told, "found": found}
+            options = {"halves": half, "scaled": told, "found": found}
             out = Containers(self.rules.plan, inner.program, loaded, **options)(eqn, operands)
             while found and self.lost:
                 self.lost(*found.popitem())

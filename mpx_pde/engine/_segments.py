@@ -49,26 +49,6 @@ def is_light(eqn: JaxprEqn) -> bool:
     return name in (*CALLS, "custom_jvp_call") and all(map(is_light, inside))
 
 
-class Kinds(NamedTuple):
-    """The kinds of the operands that do not depend on the point, by their positions.
-
-    **Attributes:**
-
-    - `half`: the operands that are effectively half, such as masters.
-    - `params`: the operands computed from parameters alone.
-    """
-
-    half: Collection[int]
-    params: Collection[int]
-
-    def named(self, names: Mapping[int, int]) -> "Kinds":
-        """Returns the kinds by names instead of positions, without operands that have no name."""
-        return Kinds(*({names[i] for i in given if i in names} for given in self))
-
-
-NO_KINDS = Kinds((), ())
-
-
 class Part(NamedTuple):
     """Consecutive equations, and the variables that they take and return."""
 

@@ -18,14 +18,13 @@ from ._plan import Index
 from ._together import any_together, spread_together
 
 
-DATA, RAW, FIRST, DEEP, WILD = range(5)
+RAW, FIRST, DEEP, WILD = range(4)
 """The stages of values: how far they are from the point. `RAW` is before the first product, `FIRST`
 is linear in its result, and `DEEP` is beyond. Coordinates and the first product are never rounded
 to half, because every order of differentiation magnifies the errors made there.
 
-Without streams, values computed from data alone are `DATA`, or `RAW` if they have to stay in full.
-All values that meet the model are `DEEP`, except those that may have any size, such as derivatives.
-These are `WILD`: they have no scale, and are never rounded to half."""
+Under `autocast`, without streams, values are `DEEP`, except those that may have any size, such as
+derivatives. These are `WILD`: they have no scale, and are never rounded to half."""
 
 
 def takes_derivatives(eqn: JaxprEqn) -> bool:

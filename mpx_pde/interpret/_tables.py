@@ -175,7 +175,7 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     ("swap addupdate", "opaque", "program", _REFERENCE, "typed"),
     # The library's own. They return values as they are or as memory stores them, add values, also
     # of two dtypes, repeat a value for each channel, take moments, or show values to observers.
-    ("rounded_cotangent written written_in read_at_once", "linear", "program", _OURS, "stores"),
+    ("rounded_cotangent written written_in", "linear", "program", _OURS, "stores"),
     ("add_product sum_together", "linear", "program", _OURS, ""),
     ("spread_together", "linear", "program", _OURS, "light accurate"),
     ("beside summed_apart forward_only", "linear", "program", _OURS, ""),
