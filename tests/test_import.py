@@ -1,7 +1,6 @@
 """Tests the import of the package, the order of its modules, and its public names."""
 
 import ast
-import dataclasses
 import inspect
 import os
 import re
@@ -15,7 +14,7 @@ import pytest
 
 import mpx_pde as mpx
 from mpx_pde._types import GradientOptions
-from mpx_pde.training._options import Options
+from mpx_pde.modes._choice import mode_of
 
 
 PACKAGE = Path(mpx.__file__).parent
@@ -38,6 +37,7 @@ ORDER = [
     ["checkpoint_policies"],
     ["engine"],
     ["autocast", "derivatives", "ranges"],
+    ["modes"],
     ["second_order", "training"],
     ["nn"],
     ["check", "contrib"],
@@ -169,5 +169,6 @@ def test_type_checkers_know_the_options_of_the_gradient_transformations(transfor
     parameters = inspect.signature(transform).parameters.values()
     options = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"in_axes"}
     assert options == set(get_type_hints(GradientOptions))
-    # An option without a field would be accepted and ignored.
-    assert options <= {field.name for field in dataclasses.fields(Options)}
+    # They and `use_mixed_precision` select the mode, all but the mesh axis.
+    chosen = {"use_mixed_precision", *options} - {"axis_name"}
+    assert chosen == set(inspect.signature(mode_of).parameters) - {"call"}

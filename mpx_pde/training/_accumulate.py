@@ -143,7 +143,7 @@ def _run(
 
     masters = eqx.filter(model, eqx.is_inexact_array)
     counts = None
-    if gradient.options.use_mixed_precision and gradient.derivatives is not None:
+    if gradient.mode.scales and gradient.derivatives is not None:
         counts = gradient.derivatives.counts
     # Widen leaf by leaf: a half array inside of a `FullPrecision` is narrow as well.
     zero = jtu.tree_map(lambda x: jnp.zeros_like(widen(x)), [masters, counts])
@@ -162,7 +162,7 @@ def _run(
     value = jnp.mean(values)
     mean = jtu.tree_map(lambda g: g / micro_batches, total)
     state = gradient.finish(model, Evaluated(value, aux, mean, counts, depends))
-    out = (value, gradient.options.output(aux)) if gradient.options.has_aux else value
+    out = (value, gradient.mode.output(aux)) if gradient.has_aux else value
     return out, *state
 
 
@@ -246,9 +246,20 @@ def filter_accumulated_value_and_grad(
     value, scaling, grads_finite, grads = value_and_grad(model, x, y)
     ```
     """
-    given = use_mixed_precision, policy, keep_full, autocast, forward, axis_name
     micro_batches = check_integer(micro_batches, _CALL, "micro_batches")
     # `eqx.Partial` is a PyTree, unlike `functools.partial`: one that is made anew at each step
     # still hits jit's cache.
     run = eqx.Partial(_run, micro_batches=micro_batches, in_axes=in_axes)
-    return transformed(_CALL, run, func, scaling, has_aux, *given)
+    return transformed(
+        _CALL,
+        run,
+        func,
+        scaling,
+        has_aux=has_aux,
+        axis_name=axis_name,
+        use_mixed_precision=use_mixed_precision,
+        policy=policy,
+        keep_full=keep_full,
+        autocast=autocast,
+        forward=forward,
+    )

@@ -32,7 +32,7 @@ from ._grad import filter_value_and_grad
 from ._gradient import Gradient, check_eager
 from ._initial_scaling import NoScaleError, initial_scaling
 from ._norms import apart
-from ._options import parse_options, refuses_argnums
+from ._options import refuses_argnums
 
 
 _CALL = "advise"
@@ -180,7 +180,8 @@ def advise(
     `jax.jit`.
     """
     start = DynamicLossScaling() if scaling is None else scaling
-    Gradient.of(func, start, parse_options(_CALL, has_aux, True, None, keep_full, autocast, "half"))
+    # Checks the arguments.
+    Gradient.of(_CALL, func, start, has_aux=has_aux, keep_full=keep_full, autocast=autocast)
     given = {"keep_full": keep_full, "autocast": autocast}
     given = {name: option for name, option in given.items() if option is not False}
     parameter = inspect.signature(func).parameters.get("derivatives")
