@@ -33,13 +33,16 @@ class Autocast(AbstractMode):
     scales: ClassVar = True
     casts: ClassVar = False
     is_autocast: ClassVar = True
-    forward: ClassVar = None
     least: ClassVar = 0.5
     alternatives: ClassVar = ("`forward='float32'`",)
     advice: ClassVar = (
         "`autocast` leaves float64 as it is, and what is kept in float32 by `FullPrecision` or by "
         "a `precision` or `dtype` of its own."
     )
+
+    @property
+    def forward(self) -> None:
+        return None
 
     @property
     def rung(self) -> str:

@@ -36,7 +36,7 @@ def mode_of(
     # These two need the engine, and the others do not.
     from ._by_engine import Autocast, FullForward
 
-    if forward == "half":
+    if forward == "half" and overrides is not None:
         return Autocast(*common, overrides)
     if overrides:
         raise ValueError(

@@ -43,12 +43,12 @@ class AbstractMode(eqx.Module):
 
     policy: eqx.AbstractVar[jmp.Policy | None]
     keep_full: eqx.AbstractVar[PyTree]
-    scales: eqx.AbstractClassVar[bool]
-    casts: eqx.AbstractClassVar[bool]
-    is_autocast: eqx.AbstractClassVar[bool]
-    advice: eqx.AbstractClassVar[str]
-    least: eqx.AbstractClassVar[float]
-    alternatives: eqx.AbstractClassVar[tuple[str, ...]]
+    scales: ClassVar[bool]
+    casts: ClassVar[bool]
+    is_autocast: ClassVar[bool]
+    advice: ClassVar[str]
+    least: ClassVar[float]
+    alternatives: ClassVar[tuple[str, ...]]
 
     @property
     def dtype(self) -> np.dtype:
@@ -135,11 +135,17 @@ class Full(AbstractMode):
     scales: ClassVar = False
     casts: ClassVar = False
     is_autocast: ClassVar = False
-    forward: ClassVar = None
-    rung: ClassVar = "full"
     advice: ClassVar = ""
     least: ClassVar = 0.0
     alternatives: ClassVar = ()
+
+    @property
+    def forward(self) -> None:
+        return None
+
+    @property
+    def rung(self) -> str:
+        return "full"
 
     def asked(self) -> AbstractContextManager:
         return meaning(self.dtype)
@@ -173,7 +179,6 @@ class Casts(AbstractMode):
     scales: ClassVar = True
     casts: ClassVar = True
     is_autocast: ClassVar = False
-    forward: ClassVar = None
     least: ClassVar = 0.5
     alternatives: ClassVar = ("`forward='float32'`", "`autocast=True`")
     advice: ClassVar = (
@@ -183,6 +188,10 @@ class Casts(AbstractMode):
         'operation, or `forward="float32"`: a network that takes no such wrapper, as in Flax, '
         "needs one of them."
     )
+
+    @property
+    def forward(self) -> None:
+        return None
 
     @property
     def rung(self) -> str:

@@ -2,10 +2,9 @@
 result.
 """
 
-import dataclasses
 import functools as ft
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -14,7 +13,6 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array, Inexact
 
 from .._cast import widen
@@ -27,21 +25,17 @@ from .._tree import all_finite, all_zero, with_fields
 from .._types import AxisName, PyTree
 from .._varying import mark_varying, size_of_axis
 from ..derivatives._evaluation import noting_unscaled
-from ..derivatives._probe import tap_p
 from ..derivatives._scaling import (
     Scaling,
     check_takes_derivatives,
     check_takes_no_derivatives,
     sum_counts,
 )
-from ..engine._roles import dependent
-from ..interpret._flat import flatten
-from ..interpret._jaxpr import contains
-from ..interpret._phases import rounded_phase
-from ..interpret._precision_report import checked, traced, warn_user
-from ..interpret._sums import described as describe_sums, long_sums
+from ..interpret._precision_report import traced
+from ..interpret._shown import shown
 from ..modes._choice import mode_of
 from ..modes._mode import AbstractMode
+from ._diagnosis import diagnose, warn_of_unscaled
 
 
 def _check_loss(value: Any, has_aux: bool, call: str) -> Inexact[Array, ""]:
@@ -277,20 +271,10 @@ class Gradient(eqx.Module):
         with mode.around_loss(self.call), noted, noting_unscaled() as unscaled:
             out = func(*args, **self.with_derivatives(kwargs, derivatives))
         if unscaled and self.derivatives is None and mode.in_half:
-            self._warn_of_unscaled(*unscaled.popitem())
+            warn_of_unscaled(self.call, *unscaled.popitem())
         out, aux = split_aux(out, self.call) if self.has_aux else (out, None)
         value = _check_loss(out, self.has_aux, self.call)
         return widen(value) if mode.scales else value, aux
-
-    def _warn_of_unscaled(self, call: str, order: int) -> None:
-        warn_user(
-            f"`{self.call}` got a loss scaling alone, but the loss takes derivatives of "
-            f"order {order} by `{call}` in float16. What overflows or vanishes in them is lost "
-            "before the loss is scaled. Pass `mpx_pde.Scaling(loss=..., derivatives="
-            "mpx_pde.DerivativeScaling.per_direction(...))`. The loss then receives `derivatives`: "
-            f"pass them on by `{call}(..., scaling=derivatives)`. Or take `forward='float32'`, "
-            "or bfloat16. If it is meant, filter `mpx_pde.PrecisionWarning`."
-        )
 
     def evaluate(self, args: tuple, kwargs: dict) -> Evaluated:
         """Evaluates the loss and its gradients with respect to `args[0]`."""
@@ -357,111 +341,6 @@ class Gradient(eqx.Module):
         return finite, zero & some & (self.mode.in_half and found.depends)
 
 
-@dataclasses.dataclass
-class _Place:
-    """A placeholder for a result of a program."""
-
-    index: int
-
-
-def _check_states(
-    gradient: Gradient, args: tuple, closed: ClosedJaxpr, leaves: Sequence, assemble: Callable
-) -> None:
-    """Issues a warning if a part of the auxiliary output has the structure of an argument and each
-    of its arrays was computed from the rounded array at the same place in that argument.
-    """
-    out = assemble([_Place(i) for i in range(len(closed.jaxpr.outvars))])
-    aux = out[0][1] if isinstance(out[0], tuple) else out[-1]
-    number = {id(x): i for i, (_, x) in enumerate(leaves)}
-    mode = gradient.mode
-    rounded, _ = eqx.filter_eval_shape(mode.cast, args, {}, gradient.call)
-    inexact = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
-    digits = lambda x: jnp.finfo(x.dtype).nmant if inexact(x) else 0
-    for i, (given, narrow) in enumerate(zip(args[1:], rounded[1:], strict=True), start=1):
-        structure, paths = jtu.tree_structure(given), jtu.tree_leaves_with_path(given)
-        # Plain tuples of arrays are skipped: their structure may match by chance.
-        if all(isinstance(k, jtu.SequenceKey) for path, _ in paths for k in path):
-            continue
-        pairs = zip(paths, jtu.tree_leaves(narrow), strict=True)
-        lost = [eqx.is_array(x) and digits(y) < digits(x) for (_, x), y in pairs]
-        is_alike = ft.partial(_has_structure, structure)
-        for found in filter(is_alike, jtu.tree_leaves(aux, is_alike) if any(lost) else ()):
-            places = zip(paths, jtu.tree_leaves(found), lost, strict=True)
-            pairs = [(number[id(x)], y) for (_, x), y, is_lost in places if is_lost]
-            arrays = all(isinstance(y, _Place) for _, y in pairs)
-            if arrays and _computed_of(closed, [(j, y.index) for j, y in pairs]):
-                keep = mode.keep_full if isinstance(mode.keep_full, tuple) else ()
-                keep = (*keep, *[False] * len(args))[: len(args)]
-                warn_user(
-                    f"`{gradient.call}` rounds argument {i} ({type(given).__name__}) to "
-                    f"{mode.dtype.name}, and the function returns a new one. Values "
-                    "that change little, such as running statistics, stand still if rounded at "
-                    "each step. "
-                    f"Pass `keep_full={(*keep[:i], True, *keep[i + 1 :])}`, or `autocast=True`, "
-                    "which casts no argument. If it is meant, filter `mpx_pde.PrecisionWarning`."
-                )
-
-
-def _has_structure(structure: Any, tree: PyTree) -> bool:
-    try:
-        return jtu.tree_structure(tree) == structure
-    except ValueError:  # static fields that are arrays cannot be compared
-        return False
-
-
-def _computed_of(closed: ClosedJaxpr, pairs: Sequence[tuple[int, int]]) -> bool:
-    """Returns whether each result in `pairs`, which holds positions of operands and results,
-    depends on its operand and has its shape, and whether any result is more than its operand cast.
-    """
-    if any(closed.in_avals[i].shape != closed.out_avals[j].shape for i, j in pairs):
-        return False
-    flat = flatten(closed, forward_mode=False)
-    same: dict[Any, int] = {k: k for k in flat.inputs}
-    for step in flat.steps:
-        if step.name == "convert_element_type":
-            same.update((step.outputs[0], same[x]) for x in step.variables if x in same)
-    found = [(flat.inputs[i], flat.outputs[j]) for i, j in pairs]
-    results = [(k, x) for k, x in found if x in dependent(flat, [k])]
-    return len(results) == len(found) and any(same.get(x) != k for k, x in results)
-
-
-def _check_scales_anything(call: str, closed: ClosedJaxpr) -> None:
-    """Issues a warning if a derivative scaling scales nothing in a traced program."""
-    if not contains(closed, {tap_p.name}):
-        warn_user(
-            f"`{call}` got a `Scaling`, but the loss takes no derivative by the `derivatives` that "
-            "it receives, so nothing in it is scaled or counted. Pass them on: "
-            "`mpx_pde.partials(..., scaling=derivatives)`. A loss without derivatives takes a loss "
-            "scaling alone, such as `scaling.loss`."
-        )
-
-
-def _check_sums(gradient: Gradient, closed: ClosedJaxpr) -> None:
-    """Issues a warning if a traced program has sums in half precision that stand still."""
-    if sums := [x for x in long_sums(closed) if x.stagnates()]:
-        others = gradient.mode.alternatives
-        others = f", or pass {' or '.join(others)}" if others else ""
-        warn_user(
-            f"`{gradient.call}`: {describe_sums(sums)}{others}. If it is meant, filter "
-            "`mpx_pde.PrecisionWarning`."
-        )
-
-
-def _check_phases(gradient: Gradient, closed: ClosedJaxpr) -> None:
-    """Issues a warning if a traced program takes exponentials of complex numbers whose phases were
-    rounded.
-    """
-    if gradient.mode.casts and (line := rounded_phase(closed)) is not None:
-        digits = jnp.finfo(gradient.mode.dtype).nmant + 1
-        warn_user(
-            f"`{gradient.call}`: {line} takes an exponential of complex numbers whose parts were "
-            f"rounded to {gradient.mode.dtype.name}: 2^-{digits} of a phase, of which only the "
-            "rest modulo 2π counts. Keep these parameters in float32 by "
-            "`keep_full` or `mpx_pde.FullPrecision`, or pass `autocast=True` or "
-            "`forward='float32'`. If it is meant, filter `mpx_pde.PrecisionWarning`."
-        )
-
-
 def transformed(call: str, run: Callable, func: Any, scaling: Any, **options: Any) -> Callable:
     """Builds the function that the public transformation `call` returns. `run` is passed to
     [`Transformed`][], and `options` are those of [`Gradient.of`][].
@@ -523,21 +402,7 @@ class Transformed(eqx.Module):
         # There is no program to look at when the function runs eagerly.
         if not mode.in_half or not traced(everything):
             return self.run(*everything)
-        # A user who names what stays in float32 gets no warning about it.
-        without = None
-        if (no_overrides := mode.without_overrides()) is not None:
-            without = dataclasses.replace(gradient, mode=no_overrides), args, kwargs
-
-        def look(closed, *traced):
-            _check_sums(gradient, closed)
-            _check_phases(gradient, closed)
-            if gradient.derivatives is not None and gradient.derivatives.active:
-                _check_scales_anything(gradient.call, closed)
-            if gradient.has_aux and mode.casts:
-                _check_states(gradient, args, closed, *traced)
-
-        asked_for = gradient.call, mode.dtype, mode.advice, without, mode.least
-        return checked(self.run, everything, *asked_for, look=look)
+        return shown(self.run, everything, ft.partial(diagnose, self.run, everything))
 
     def __get__(self, instance: Any, owner: Any = None):
         return self if instance is None else eqx.Partial(self, instance)
