@@ -24,7 +24,7 @@ from .._types import DTypeLike, Names
 from .._wrapper import AbstractWrapper, check_callable
 from ..engine import Mixed
 from ..interpret._jaxpr import trace_arrays
-from ..interpret._precision_report import warn_user
+from ..interpret._warnings import warn_user
 from ._report import AutocastReport, Recorder, parse_patterns
 
 

@@ -2,36 +2,24 @@
 
 import dataclasses
 import functools as ft
-import sys
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 import numpy as np
-from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 
-from .._dtypes import matmul_precision
 from .._repr import table
 from .._wrapper import check_callable
-from ._lines import INSIDE, installed
+from ._lines import INSIDE
 from ._products import Counter, ProductRow
+from ._warnings import PrecisionWarning
 
 
 _FEW = 20
 _MARK = " (TF32)"
-
-
-class PrecisionWarning(UserWarning):
-    """A warning that a call for half precision multiplies (mostly) in full precision.
-
-    To silence it, filter it like any warning:
-    `warnings.simplefilter("ignore", mpx.PrecisionWarning)`.
-    """
 
 
 def half_share_of(rows: Iterable[ProductRow]) -> float:
@@ -182,52 +170,8 @@ def precision_report(fun: Callable) -> Callable[..., PrecisionReport]:
     return report
 
 
-def traced(tree: Any) -> bool:
-    """Returns whether a program is being traced, which is so if a leaf of `tree` is a tracer."""
-    return any(isinstance(x, Tracer) for x in jtu.tree_leaves(tree))
-
-
 def arrays_closed_over(closed: ClosedJaxpr) -> list[str]:
     """Describes the arrays in float32 or wider that a program closes over. Numbers do not count."""
     arrays = [x for x in closed.consts if jnp.issubdtype(x.dtype, jnp.floating) and x.size > 1]
     wide = [x for x in arrays if x.dtype.itemsize >= 4]
     return list(dict.fromkeys(f"{x.dtype.name}{[*x.shape]}" for x in wide))
-
-
-_LOW = ("DEFAULT", "TF32_TF32_F32", "BF16_BF16_F32", "BF16_BF16_BF16")
-"""Names of JAX's presets that are not more precise than TF32, for float32 arrays."""
-
-
-def tensorfloat32_by_default() -> bool:
-    """Returns whether products of float32 arrays without a precision are taken in TF32 (on a GPU)
-    or bfloat16 (on a TPU).
-    """
-    low = matmul_precision() in (None, "default", "high", "bfloat16", "tensorfloat32", *_LOW)
-    return low and jax.default_backend() in ("gpu", "tpu")
-
-
-def warn_of_tensorfloat32(call: str, what: str) -> None:
-    """Issues a [`mpx_pde.PrecisionWarning`][] at the user's line that `what` is not computed in
-    float32.
-    """
-    number = "bfloat16" if jax.default_backend() == "tpu" else "TF32"
-    warn_user(
-        f"`{call}`: {what} in float32 are multiplied in {number} here, which keeps 3 of float32's "
-        "7 digits, or fewer. It has ruined trainings that end in small differences of large terms. "
-        'Put `with jax.default_matmul_precision("highest"):` around it, or pass '
-        "`forward='float32'`. If it is meant, filter `mpx.PrecisionWarning`."
-    )
-
-
-def warn_user(text: str) -> None:
-    """Issues a warning at the line of the user's code, from any depth below it."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and installed(frame.f_code.co_filename):
-        frame = frame.f_back
-    warnings.warn_explicit(
-        text,
-        PrecisionWarning,
-        frame.f_code.co_filename,
-        frame.f_lineno,
-        registry=frame.f_globals.setdefault("__warningregistry__", {}),
-    )

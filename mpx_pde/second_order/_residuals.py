@@ -21,7 +21,7 @@ from .._split import SPLIT_PRODUCTS
 from .._tree import dealt
 from .._types import PyTree
 from ..engine import InForward, linearized
-from ..interpret._precision_report import traced, warn_user
+from ..interpret._warnings import traced, warn_user
 from ..training._diagnosis import LEAST_IN_FULL, OF_JACOBIANS, checked
 
 

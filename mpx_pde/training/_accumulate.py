@@ -15,7 +15,7 @@ from .._dtypes import check_integer, is_integer
 from .._loss_scaling import AbstractLossScaling
 from .._tree import dealt
 from .._types import AxisName, ForwardLike, GradientOptions, PolicyLike, PyTree
-from ..interpret._precision_report import warn_user
+from ..interpret._warnings import warn_user
 from ._gradient import Evaluated, Gradient, transformed
 from ._options import refuses_argnums
 

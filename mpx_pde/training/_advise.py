@@ -21,11 +21,8 @@ from .._repr import table
 from .._tree import all_finite
 from .._types import PyTree
 from ..derivatives import Scaling
-from ..interpret._precision_report import (
-    PrecisionWarning,
-    arrays_closed_over,
-    precision_report,
-)
+from ..interpret._precision_report import arrays_closed_over, precision_report
+from ..interpret._warnings import PrecisionWarning
 from ..ranges._stats import percent
 from ._floor import in_float64
 from ._grad import filter_value_and_grad

@@ -24,11 +24,11 @@ from ..interpret._precision_report import (
     arrays_closed_over,
     half_share_of,
     report_of,
-    warn_user,
 )
 from ..interpret._products import ProductRow
 from ..interpret._shown import Program, shown
 from ..interpret._sums import described as describe_sums, long_sums
+from ..interpret._warnings import warn_user
 
 
 def diagnose(run: Callable, step: tuple, program: Program) -> None:

@@ -24,15 +24,15 @@ from .._repr import in_a_line
 from .._tree import all_finite, all_zero, with_fields
 from .._types import AxisName, PyTree
 from .._varying import mark_varying, size_of_axis
-from ..derivatives._evaluation import noting_unscaled
 from ..derivatives._scaling import (
     Scaling,
     check_takes_derivatives,
     check_takes_no_derivatives,
     sum_counts,
 )
-from ..interpret._precision_report import traced
+from ..derivatives._unscaled import noting_unscaled
 from ..interpret._shown import shown
+from ..interpret._warnings import traced
 from ..modes._choice import mode_of
 from ..modes._mode import AbstractMode
 from ._diagnosis import diagnose, warn_of_unscaled

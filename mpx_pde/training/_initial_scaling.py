@@ -17,7 +17,7 @@ from .._tree import with_fields
 from .._types import ForwardLike, PolicyLike, PyTree
 from ..derivatives import DerivativeScaling, Scaling, telemetry
 from ..derivatives._rules import SMALLEST_NORMAL
-from ..interpret._precision_report import warn_user
+from ..interpret._warnings import warn_user
 from ..modes._choice import mode_at
 from ._gradient import Gradient, check_eager, copied, transformed
 from ._norms import minus, norm
