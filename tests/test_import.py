@@ -139,6 +139,10 @@ def test_public_names_are_those_that_init_reexports():
     assert public == set(names)
     packages = {"checkpoint_policies", "contrib", "derivatives", "nn"}
     assert all(isinstance(getattr(mpx, name), ModuleType) for name in packages)
+    # `dir` shows these, and no package that importing them has left behind.
+    every = {*names, *packages, "HALF_PRECISION_DATATYPE"}
+    assert {name for name in dir(mpx) if not name.startswith("__")} == every
+    assert sorted(mpx.__all__) == sorted(every)
     for name, module in names.items():
         assert getattr(sys.modules[f"mpx_pde.{module}"], name) is getattr(mpx, name)
     assert isinstance(mpx.__version__, str)
