@@ -27,7 +27,7 @@ TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 
 # Each module imports only from modules before it. A package is one unit.
 ORDER = [
-    ["_in_jax", "_repr", "_types"],
+    ["_calls", "_in_jax", "_repr", "_types"],
     ["_dtypes", "_notes", "_split", "_varying", "_wrapper"],
     ["_forward"],
     ["_bilinear", "_cast", "_order"],
@@ -176,4 +176,4 @@ def test_type_checkers_know_the_options_of_the_gradient_transformations(transfor
     assert options == set(get_type_hints(GradientOptions))
     # They and `use_mixed_precision` select the mode, all but the mesh axis.
     chosen = {"use_mixed_precision", *options} - {"axis_name"}
-    assert chosen == set(inspect.signature(mode_of).parameters) - {"call"}
+    assert chosen == set(inspect.signature(mode_of).parameters)

@@ -51,20 +51,20 @@ class Autocast(AbstractMode):
     def asked(self) -> AbstractContextManager:
         return meaning(self.dtype)
 
-    def cast(self, args: tuple, kwargs: dict, call: str) -> tuple[tuple, dict]:
-        self.kept(args, kwargs, call)
+    def cast(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        self.kept(args, kwargs)
         return args, kwargs
 
     def evaluated(self, func: Callable) -> Callable:
         return autocast(func, self.dtype, **dict(self.overrides)) if self.in_half else func
 
-    def around_loss(self, call: str) -> AbstractContextManager:
+    def around_loss(self) -> AbstractContextManager:
         return nullcontext()
 
-    def around_gradient(self, call: str) -> AbstractContextManager:
+    def around_gradient(self) -> AbstractContextManager:
         return nullcontext()
 
-    def value_and_grad(self, loss: Callable, args: tuple, kwargs: dict, call: str) -> Callable:
+    def value_and_grad(self, loss: Callable, args: tuple, kwargs: dict) -> Callable:
         return eqx.filter_value_and_grad(loss, has_aux=True)
 
     def output(self, tree: PyTree) -> PyTree:
@@ -111,22 +111,22 @@ class FullForward(AbstractMode):
     def asked(self) -> AbstractContextManager:
         return meaning(self.dtype)
 
-    def cast(self, args: tuple, kwargs: dict, call: str) -> tuple[tuple, dict]:
-        self.kept(args, kwargs, call)
+    def cast(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        self.kept(args, kwargs)
         return args, kwargs
 
     def evaluated(self, func: Callable) -> Callable:
         return InForward(func, self.forward)
 
-    def around_loss(self, call: str) -> AbstractContextManager:
+    def around_loss(self) -> AbstractContextManager:
         return nullcontext()
 
-    def around_gradient(self, call: str) -> AbstractContextManager:
+    def around_gradient(self) -> AbstractContextManager:
         # For products that ask for no precision: they are true float32 too.
         return highest_precision("highest")
 
-    def value_and_grad(self, loss: Callable, args: tuple, kwargs: dict, call: str) -> Callable:
-        kept = self.kept(args, kwargs, call)
+    def value_and_grad(self, loss: Callable, args: tuple, kwargs: dict) -> Callable:
+        kept = self.kept(args, kwargs)
         leaves = jtu.tree_leaves_with_path((None, args, kwargs))
         places = {id(x) for path, x in leaves if path in kept}
         return ft.partial(_value_and_grad, loss, self.forward, lambda x: id(x) in places)

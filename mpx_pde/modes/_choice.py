@@ -4,6 +4,7 @@ from typing import Any
 
 import jmp
 
+from .._calls import present_call
 from .._dtypes import as_floating_dtype, check_bool
 from .._forward import check_forward
 from .._repr import in_a_line
@@ -12,7 +13,6 @@ from ._mode import AbstractMode, Casts, Full
 
 
 def mode_of(
-    call: str,
     *,
     use_mixed_precision: Any = True,
     policy: Any = None,
@@ -20,14 +20,15 @@ def mode_of(
     autocast: Any = False,
     forward: Any = "half",
 ) -> AbstractMode:
-    """Builds the mode that these options of the public function `call` select.
+    """Builds the mode that these options of a public function select.
 
-    **Raises:** `ValueError` and `TypeError`, in the name of `call`, for invalid options.
+    **Raises:** `ValueError` and `TypeError`, in the name of the present call, for invalid options.
     """
+    call = present_call()
     half = "whether anything is done in half precision (in which, says `policy`)"
     mixed = check_bool(use_mixed_precision, call, "use_mixed_precision", half)
-    common = _parse_policy(policy, call), keep_full
-    overrides = _parse_autocast(autocast, call)
+    common = _parse_policy(policy), keep_full
+    overrides = _parse_autocast(autocast)
     forward = check_forward(forward, call)
     if not mixed:
         return Full(*common)
@@ -56,7 +57,8 @@ def mode_at(rung: str, like: AbstractMode) -> AbstractMode:
     return FullForward(like.policy, like.keep_full, rung)
 
 
-def _parse_policy(policy: Any, call: str) -> jmp.Policy | None:
+def _parse_policy(policy: Any) -> jmp.Policy | None:
+    call = present_call()
     if policy is None:
         return None
     if isinstance(policy, jmp.Policy):
@@ -77,13 +79,13 @@ def _parse_policy(policy: Any, call: str) -> jmp.Policy | None:
     )
 
 
-def _parse_autocast(options: Any, call: str) -> tuple[tuple[str, Any], ...] | None:
+def _parse_autocast(options: Any) -> tuple[tuple[str, Any], ...] | None:
     if options is False:
         return None
     options = {} if options is True else options
     if not isinstance(options, dict) or not options.keys() <= {"half", "full"}:
         raise TypeError(
-            f"`{call}` takes a bool as `autocast`, or a dict of the overrides of "
+            f"`{present_call()}` takes a bool as `autocast`, or a dict of the overrides of "
             '`mpx_pde.autocast`, such as {"full": "readout"}. Got '
             f"{options!r}."
         )

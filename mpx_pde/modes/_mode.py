@@ -80,12 +80,12 @@ class AbstractMode(eqx.Module):
         itself and the cap of the scaling use it."""
         return self.asked() if is_half(self.dtype) else nullcontext()
 
-    def kept(self, args: tuple, kwargs: dict, call: str) -> frozenset:
+    def kept(self, args: tuple, kwargs: dict) -> frozenset:
         """Returns the paths in `(fun, args, kwargs)` of leaves that stay in full precision."""
-        return kept_paths(self.keep_full, args, kwargs, call)
+        return kept_paths(self.keep_full, args, kwargs)
 
     @abc.abstractmethod
-    def cast(self, args: tuple, kwargs: dict, call: str) -> tuple[tuple, dict]:
+    def cast(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Casts the arguments of a loss if this mode does. Raises errors of `keep_full` anyway."""
 
     @abc.abstractmethod
@@ -93,15 +93,15 @@ class AbstractMode(eqx.Module):
         """Returns a loss that is evaluated in this mode."""
 
     @abc.abstractmethod
-    def around_loss(self, call: str) -> AbstractContextManager:
+    def around_loss(self) -> AbstractContextManager:
         """Returns the context to evaluate a loss in."""
 
     @abc.abstractmethod
-    def around_gradient(self, call: str) -> AbstractContextManager:
+    def around_gradient(self) -> AbstractContextManager:
         """Returns the context to evaluate a loss and its gradient in."""
 
     @abc.abstractmethod
-    def value_and_grad(self, loss: Callable, args: tuple, kwargs: dict, call: str) -> Callable:
+    def value_and_grad(self, loss: Callable, args: tuple, kwargs: dict) -> Callable:
         """Differentiates a loss with auxiliary output as `eqx.filter_value_and_grad` does. `args`
         and `kwargs` are those that the user passed."""
 
@@ -150,20 +150,20 @@ class Full(AbstractMode):
     def asked(self) -> AbstractContextManager:
         return meaning(self.dtype)
 
-    def cast(self, args: tuple, kwargs: dict, call: str) -> tuple[tuple, dict]:
-        self.kept(args, kwargs, call)
+    def cast(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        self.kept(args, kwargs)
         return args, kwargs
 
     def evaluated(self, func: Callable) -> Callable:
         return func
 
-    def around_loss(self, call: str) -> AbstractContextManager:
+    def around_loss(self) -> AbstractContextManager:
         return without_halves()
 
-    def around_gradient(self, call: str) -> AbstractContextManager:
+    def around_gradient(self) -> AbstractContextManager:
         return true_float32()
 
-    def value_and_grad(self, loss: Callable, args: tuple, kwargs: dict, call: str) -> Callable:
+    def value_and_grad(self, loss: Callable, args: tuple, kwargs: dict) -> Callable:
         return eqx.filter_value_and_grad(loss, has_aux=True)
 
     def output(self, tree: PyTree) -> PyTree:
@@ -200,19 +200,19 @@ class Casts(AbstractMode):
     def asked(self) -> AbstractContextManager:
         return asked_for_half("cast", self.dtype)
 
-    def cast(self, args: tuple, kwargs: dict, call: str) -> tuple[tuple, dict]:
-        return cast_except(self.keep_full, args, kwargs, self.dtype, call)
+    def cast(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        return cast_except(self.keep_full, args, kwargs, self.dtype)
 
     def evaluated(self, func: Callable) -> Callable:
         return func
 
-    def around_loss(self, call: str) -> AbstractContextManager:
-        return noting_the_cast(call, self.dtype) if self.in_half else nullcontext()
+    def around_loss(self) -> AbstractContextManager:
+        return noting_the_cast(self.dtype) if self.in_half else nullcontext()
 
-    def around_gradient(self, call: str) -> AbstractContextManager:
-        return noting_the_cast(call, self.dtype, True) if self.in_half else nullcontext()
+    def around_gradient(self) -> AbstractContextManager:
+        return noting_the_cast(self.dtype, True) if self.in_half else nullcontext()
 
-    def value_and_grad(self, loss: Callable, args: tuple, kwargs: dict, call: str) -> Callable:
+    def value_and_grad(self, loss: Callable, args: tuple, kwargs: dict) -> Callable:
         return eqx.filter_value_and_grad(loss, has_aux=True)
 
     def output(self, tree: PyTree) -> PyTree:

@@ -16,6 +16,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax import lax
 
+from .._calls import named
 from .._loss_scaling import AbstractLossScaling, DynamicLossScaling, NoOpLossScaling
 from .._repr import table
 from .._tree import all_finite
@@ -185,7 +186,8 @@ def advise(
     alone = scaling is None and parameter is not None and parameter.default is parameter.empty
 
     def advice(*args: Any, **kwargs: Any) -> Advice:
-        check_eager((args, kwargs), _CALL)
+        with named(_CALL):
+            check_eager((args, kwargs))
         kwargs = {"derivatives": None, **kwargs} if alone else kwargs
         with warnings.catch_warnings():
             # The advice says the same, and more.

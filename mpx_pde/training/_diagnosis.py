@@ -14,6 +14,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
+from .._calls import present_call
 from .._types import PyTree
 from ..derivatives._probe import tap_p
 from ..interpret._flat import dependent, flatten
@@ -40,7 +41,7 @@ def diagnose(run: Callable, step: tuple, program: Program) -> None:
     if gradient.mode.casts:
         _warn_of_phases(gradient, program.closed)
     if gradient.derivatives is not None and gradient.derivatives.active:
-        _warn_of_unused_scaling(gradient.call, program.closed)
+        _warn_of_unused_scaling(program.closed)
     if gradient.has_aux and gradient.mode.casts:
         _warn_of_states(gradient, args, program)
 
@@ -97,7 +98,7 @@ def _warn_of_full_products(run: Callable, step: tuple, closed: ClosedJaxpr) -> N
             f" No cast reaches arrays that the loss closes over, here {', '.join(arrays)}: pass "
             "data as arguments."
         )
-    warn_user(_text(report, gradient.call, mode.dtype, advice, "use_mixed_precision=False"))
+    warn_user(_text(report, present_call(), mode.dtype, advice, "use_mixed_precision=False"))
 
 
 def _castable(report: PrecisionReport) -> float:
@@ -133,7 +134,7 @@ def _warn_of_sums(gradient: Any, closed: ClosedJaxpr) -> None:
         others = gradient.mode.alternatives
         others = f", or pass {' or '.join(others)}" if others else ""
         warn_user(
-            f"`{gradient.call}`: {describe_sums(sums)}{others}. If it is meant, filter "
+            f"`{present_call()}`: {describe_sums(sums)}{others}. If it is meant, filter "
             "`mpx_pde.PrecisionWarning`."
         )
 
@@ -143,7 +144,7 @@ def _warn_of_phases(gradient: Any, closed: ClosedJaxpr) -> None:
     if (line := rounded_phase(closed)) is not None:
         digits = jnp.finfo(gradient.mode.dtype).nmant + 1
         warn_user(
-            f"`{gradient.call}`: {line} takes an exponential of complex numbers whose parts were "
+            f"`{present_call()}`: {line} takes an exponential of complex numbers whose parts were "
             f"rounded to {gradient.mode.dtype.name}: 2^-{digits} of a phase, of which only the "
             "rest modulo 2π counts. Keep these parameters in float32 by "
             "`keep_full` or `mpx_pde.FullPrecision`, or pass `autocast=True` or "
@@ -154,23 +155,23 @@ def _warn_of_phases(gradient: Any, closed: ClosedJaxpr) -> None:
 # --- Derivatives in the loss -----------------------------------------------------------------
 
 
-def _warn_of_unused_scaling(call: str, closed: ClosedJaxpr) -> None:
+def _warn_of_unused_scaling(closed: ClosedJaxpr) -> None:
     """Warns if a derivative scaling scales nothing."""
     if not contains(closed, {tap_p.name}):
         warn_user(
-            f"`{call}` got a `Scaling`, but the loss takes no derivative by the `derivatives` that "
-            "it receives, so nothing in it is scaled or counted. Pass them on: "
+            f"`{present_call()}` got a `Scaling`, but the loss takes no derivative by the "
+            "`derivatives` that it receives, so nothing in it is scaled or counted. Pass them on: "
             "`mpx_pde.partials(..., scaling=derivatives)`. A loss without derivatives takes a loss "
             "scaling alone, such as `scaling.loss`."
         )
 
 
-def warn_of_unscaled(call: str, taken: str, order: int) -> None:
+def warn_of_unscaled(taken: str, order: int) -> None:
     """Warns that a loss takes derivatives in float16 by the call `taken`, without a scaling."""
     warn_user(
-        f"`{call}` got a loss scaling alone, but the loss takes derivatives of order {order} by "
-        f"`{taken}` in float16. What overflows or vanishes in them is lost before the loss is "
-        "scaled. Pass `mpx_pde.Scaling(loss=..., derivatives="
+        f"`{present_call()}` got a loss scaling alone, but the loss takes derivatives of order "
+        f"{order} by `{taken}` in float16. What overflows or vanishes in them is lost before "
+        "the loss is scaled. Pass `mpx_pde.Scaling(loss=..., derivatives="
         "mpx_pde.DerivativeScaling.per_direction(...))`. The loss then receives `derivatives`: "
         f"pass them on by `{taken}(..., scaling=derivatives)`. Or take `forward='float32'`, or "
         "bfloat16. If it is meant, filter `mpx_pde.PrecisionWarning`."
@@ -196,7 +197,7 @@ def _warn_of_states(gradient: Any, args: tuple, program: Program) -> None:
     aux = out[0][1] if isinstance(out[0], tuple) else out[-1]
     number = {id(x): i for i, (_, x) in enumerate(leaves)}
     mode = gradient.mode
-    rounded, _ = eqx.filter_eval_shape(mode.cast, args, {}, gradient.call)
+    rounded, _ = eqx.filter_eval_shape(mode.cast, args, {})
     inexact = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
     digits = lambda x: jnp.finfo(x.dtype).nmant if inexact(x) else 0
     for i, (given, narrow) in enumerate(zip(args[1:], rounded[1:], strict=True), start=1):
@@ -215,7 +216,7 @@ def _warn_of_states(gradient: Any, args: tuple, program: Program) -> None:
                 keep = mode.keep_full if isinstance(mode.keep_full, tuple) else ()
                 keep = (*keep, *[False] * len(args))[: len(args)]
                 warn_user(
-                    f"`{gradient.call}` rounds argument {i} ({type(given).__name__}) to "
+                    f"`{present_call()}` rounds argument {i} ({type(given).__name__}) to "
                     f"{mode.dtype.name}, and the function returns a new one. Values "
                     "that change little, such as running statistics, stand still if rounded at "
                     "each step. "

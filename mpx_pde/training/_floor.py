@@ -13,6 +13,7 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float
 
+from .._calls import named
 from .._cast import cast_tree
 from .._dtypes import check_integer, check_positive, true_float32
 from .._forward import RUNGS, check_rung
@@ -195,10 +196,10 @@ def precision_floor(
 
     @ft.wraps(func, updated=())
     def floor(*args: Any, **kwargs: Any) -> PrecisionFloor:
-        gradient.check_called_with(args)
-        return _measured(
-            gradient, args, kwargs, (present, above), in_axes, micro_batches, tolerance
-        )
+        with named(_CALL):
+            gradient.check_called_with(args)
+            rungs = present, above
+            return _measured(gradient, args, kwargs, rungs, in_axes, micro_batches, tolerance)
 
     return floor
 
@@ -238,7 +239,7 @@ def _measured(
     mode = mode_at(above, gradient.mode)
     reference = dataclasses.replace(gradient, func=wider(gradient.func), mode=mode)
     # Split first, so that a batch that does not divide is the first error.
-    batches = split_batch(tuple(args[1:]), in_axes, micro_batches, _CALL)
+    batches = split_batch(tuple(args[1:]), in_axes, micro_batches)
     value, grads, terms = _evaluated(gradient, args, kwargs)
     true, true_grads, true_terms = _evaluated(reference, wider(args), wider(kwargs))
     noise, noises = jnp.full((), jnp.nan), {}
@@ -285,7 +286,7 @@ def _evaluated(gradient: Gradient, args: tuple, kwargs: dict) -> tuple[Array, Py
 
     def value(args, kwargs):
         mixed = gradient.mode.scales
-        args, kwargs = gradient.mode.cast(args, kwargs, gradient.call)
+        args, kwargs = gradient.mode.cast(args, kwargs)
         with nullcontext() if mixed else true_float32():
             return gradient.loss(args, kwargs, gradient.derivatives if mixed else None)[0]
 

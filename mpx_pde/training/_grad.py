@@ -35,7 +35,7 @@ def _grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
 def _scaled_grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
     if gradient.mode.casts:
         # Cast outside of the differentiated function.
-        args, kwargs = gradient.mode.cast(args, kwargs, gradient.call)
+        args, kwargs = gradient.mode.cast(args, kwargs)
     value, aux, grads, counts, _ = gradient.evaluate(args, kwargs)
     if gradient.mode.scales:
         value = gradient.scaling.scale(value)

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Inexact
 
+from .._calls import named, present_call
 from .._cast import widen
 from .._dtypes import check_bool
 from .._forward import forward_in
@@ -38,10 +39,11 @@ from ..modes._mode import AbstractMode
 from ._diagnosis import diagnose, warn_of_unscaled
 
 
-def _check_loss(value: Any, has_aux: bool, call: str) -> Inexact[Array, ""]:
+def _check_loss(value: Any, has_aux: bool) -> Inexact[Array, ""]:
     """Returns the loss as an array; raises a `TypeError` unless it is a real floating-point
     scalar.
     """
+    call = present_call()
     hint = " Return the mean or the sum of the residuals."
     if isinstance(value, tuple) and not has_aux:
         hint = " If it returns `(loss, aux)`, pass `has_aux=True`."
@@ -150,13 +152,13 @@ def _noticed(value: Array, depends: list[bool]) -> Array:
     return same(value)
 
 
-def check_eager(tree: PyTree, call: str) -> None:
-    """Raises a `TypeError` in the name of `call` if any leaf of `tree` is a tracer."""
+def check_eager(tree: PyTree) -> None:
+    """Raises a `TypeError` if any leaf of `tree` is a tracer."""
     if traced(tree):
         raise TypeError(
-            f"`{call}` evaluates the gradient and looks at it, so it cannot be called inside of "
-            "`jax.jit`, `jax.grad`, `jax.vmap` or `jax.shard_map`. Call it before the first step, "
-            "with arrays."
+            f"`{present_call()}` evaluates the gradient and looks at it, so it cannot be called "
+            "inside of `jax.jit`, `jax.grad`, `jax.vmap` or `jax.shard_map`. Call it before the "
+            "first step, with arrays."
         )
 
 
@@ -194,7 +196,8 @@ class Gradient(eqx.Module):
             f"`{call}(loss, ...)(model, batch)`)"
         )
         has_aux = check_bool(has_aux, call, "has_aux", aux)
-        mode = mode_of(call, **options)
+        with named(call):
+            mode = mode_of(**options)
         if not callable(func):
             raise TypeError(f"`{call}` takes a loss function first, but got {in_a_line(func)}.")
         if isinstance(func, Transformed):
@@ -205,7 +208,8 @@ class Gradient(eqx.Module):
         if mode.scales or scaling is not None:
             check_scaling(scaling, call)
         if isinstance(scaling, Scaling):
-            check_takes_derivatives(func, call)
+            with named(call):
+                check_takes_derivatives(func)
         return cls(func, scaling, mode, call, has_aux, axis_name)
 
     def check_called_with(self, args: tuple) -> None:
@@ -253,7 +257,7 @@ class Gradient(eqx.Module):
         """Returns the keyword arguments of the function, with the derivative scaling among them."""
         if self.derivatives is None:
             if "derivatives" not in kwargs:
-                check_takes_no_derivatives(self.func, self.call)
+                check_takes_no_derivatives(self.func)
             return kwargs
         if "derivatives" in kwargs:
             raise TypeError(
@@ -267,13 +271,13 @@ class Gradient(eqx.Module):
         returned in float32 or wider.
         """
         func, mode = self.mode.evaluated(self.func), self.mode
-        noted = noting_the_model(self.call, args)
-        with mode.around_loss(self.call), noted, noting_unscaled() as unscaled:
+        noted = noting_the_model(args)
+        with mode.around_loss(), noted, noting_unscaled() as unscaled:
             out = func(*args, **self.with_derivatives(kwargs, derivatives))
         if unscaled and self.derivatives is None and mode.in_half:
-            warn_of_unscaled(self.call, *unscaled.popitem())
+            warn_of_unscaled(*unscaled.popitem())
         out, aux = split_aux(out, self.call) if self.has_aux else (out, None)
-        value = _check_loss(out, self.has_aux, self.call)
+        value = _check_loss(out, self.has_aux)
         return widen(value) if mode.scales else value, aux
 
     def evaluate(self, args: tuple, kwargs: dict) -> Evaluated:
@@ -291,13 +295,13 @@ class Gradient(eqx.Module):
             # The cast in here is part of what is differentiated, so the gradients have the dtypes
             # of the masters.
             model = _as_varying(model, self.axis_name)
-            cast_args, cast_kwargs = mode.cast((model, *others), kwargs, self.call)
+            cast_args, cast_kwargs = mode.cast((model, *others), kwargs)
             value, aux = self.loss(cast_args, cast_kwargs, derivatives)
             return self.scaling.scale(_noticed(value, depends)), (value, aux)
 
         differentiated = args[0], self.derivatives if mode.scales else None
-        value_and_grad = mode.value_and_grad(loss, args, kwargs, self.call)
-        with noting_the_trace(self.call), mode.around_gradient(self.call):
+        value_and_grad = mode.value_and_grad(loss, args, kwargs)
+        with noting_the_trace(), mode.around_gradient():
             (_, out), (grads, counts) = value_and_grad(differentiated, args[1:], kwargs)
         value, aux = out
         return Evaluated(
@@ -389,12 +393,14 @@ class Transformed(eqx.Module):
         return signature.replace(parameters=parameters)
 
     def __call__(self, /, *args, **kwargs):
-        self.gradient.check_called_with(args)
-        self.gradient.check_unmapped()
-        # The caller needs the old `eqx.nn.State` to roll back to.
-        args, kwargs = copied((args, kwargs))
-        with self.gradient.mode.context():
-            return self._run(args, kwargs)
+        gradient = self.gradient
+        with named(gradient.call):
+            gradient.check_called_with(args)
+            gradient.check_unmapped()
+            # The caller needs the old `eqx.nn.State` to roll back to.
+            args, kwargs = copied((args, kwargs))
+            with gradient.mode.context():
+                return self._run(args, kwargs)
 
     def _run(self, args: tuple, kwargs: dict) -> Any:
         gradient, mode = self.gradient, self.gradient.mode

@@ -170,7 +170,7 @@ def _vanished(grads: PyTree, gradient: Gradient, args: tuple, kwargs: dict) -> l
 
 def _run(gradient: Gradient, args: tuple, kwargs: dict) -> Any:
     mode, start = gradient.mode, gradient.scaling
-    check_eager((gradient, args, kwargs), _CALL)
+    check_eager((gradient, args, kwargs))
     float16 = mode.scales and mode.dtype == jnp.float16
     if not float16 or not isinstance(start, DynamicLossScaling | Scaling):
         return start

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 import equinox as eqx
 import jax.tree_util as jtu
 
+from .._calls import named
 from .._types import ForwardLike, PolicyLike, PyTree
 from ..modes._choice import mode_of
 
@@ -94,8 +95,8 @@ def as_trained(
     """
     keep = keep_full[0] if isinstance(keep_full, tuple) and keep_full else keep_full
     keep = keep if isinstance(keep, bool) else (keep,)
-    call = "as_trained"
-    mode = mode_of(call, policy=policy, keep_full=keep, forward=forward)
-    (rounded,), _ = mode.cast((model,), {}, call)
+    with named("as_trained"):
+        mode = mode_of(policy=policy, keep_full=keep, forward=forward)
+        (rounded,), _ = mode.cast((model,), {})
     like = lambda x, master: x.astype(master.dtype) if eqx.is_inexact_array(master) else master
     return jtu.tree_map(like, rounded, model)
