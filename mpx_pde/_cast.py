@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from ._calls import named, present_call
 from ._dtypes import (
     as_floating_dtype,
     asked_for_half,
@@ -211,29 +212,28 @@ def cast_operands(tree: PyTree, dtype: np.dtype) -> PyTree:
     return map_operands(lambda x: _cast_leaf(x, dtype), tree)
 
 
-def cast_except(
-    keep: PyTree, args: tuple, kwargs: dict, dtype: np.dtype, call: str
-) -> tuple[tuple, dict]:
+def cast_except(keep: PyTree, args: tuple, kwargs: dict, dtype: np.dtype) -> tuple[tuple, dict]:
     """Casts `args` where the prefix `keep` is false, and `kwargs` unless it is `True`."""
     cast = lambda k, subtree: subtree if k else cast_operands(subtree, dtype)
-    args = _by_prefix(cast, keep, args, call)
+    args = _by_prefix(cast, keep, args)
     return args, kwargs if keep is True else cast_operands(kwargs, dtype)
 
 
-def kept_paths(keep: PyTree, args: tuple, kwargs: dict, call: str) -> frozenset[tuple]:
+def kept_paths(keep: PyTree, args: tuple, kwargs: dict) -> frozenset[tuple]:
     """Returns the paths in `(fun, args, kwargs)` of leaves that [`cast_except`][] does not cast."""
-    marks = _by_prefix(lambda k, sub: jtu.tree_map(lambda _: k, sub), keep, args, call)
+    marks = _by_prefix(lambda k, sub: jtu.tree_map(lambda _: k, sub), keep, args)
     every = (False, marks, jtu.tree_map(lambda _: keep is True, kwargs))
     return frozenset(path for path, kept in jtu.tree_leaves_with_path(every) if kept)
 
 
-def _by_prefix(fun: Callable[[bool, PyTree], PyTree], keep: PyTree, args: tuple, call: str) -> Any:
+def _by_prefix(fun: Callable[[bool, PyTree], PyTree], keep: PyTree, args: tuple) -> Any:
     """Maps `fun` over the leaves of the prefix `keep`, each with the subtree of `args` there."""
 
     def checked(k, subtree):
         if not isinstance(k, bool):
             raise TypeError(
-                f"`{call}` takes bools as the leaves of `keep_full`, but got {in_a_line(k)}."
+                f"`{present_call()}` takes bools as the leaves of `keep_full`, but got "
+                f"{in_a_line(k)}."
             )
         return fun(k, subtree)
 
@@ -241,8 +241,9 @@ def _by_prefix(fun: Callable[[bool, PyTree], PyTree], keep: PyTree, args: tuple,
         return jtu.tree_map(checked, keep, args)
     except ValueError as e:
         raise ValueError(
-            f"`{call}` takes `keep_full` as a prefix of its {len(args)} positional arguments: one "
-            f"bool for all, or a tuple with one entry each, such as (False, True). Got {keep!r}."
+            f"`{present_call()}` takes `keep_full` as a prefix of its {len(args)} positional "
+            "arguments: one bool for all, or a tuple with one entry each, such as (False, True). "
+            f"Got {keep!r}."
         ) from e
 
 
@@ -333,7 +334,8 @@ class _CastFunction(AbstractWrapper):
         with ExitStack() as stack:
             if is_half(self._dtype):
                 stack.enter_context(asked_for_half("cast", self._dtype))
-                stack.enter_context(noting_the_cast("cast_function", self._dtype))
+                stack.enter_context(named("cast_function"))
+                stack.enter_context(noting_the_cast(self._dtype))
             out = func(*args, **kwargs)
         return cast_operands(out, self._return_dtype)
 

@@ -8,6 +8,8 @@ import equinox as eqx
 import jax
 import numpy as np
 
+from ._calls import present_call
+
 
 # Operations without a half-precision form: transforms, factorizations and solves, complex numbers.
 _UNKNOWN_IN_HALF = re.compile(
@@ -33,9 +35,10 @@ _SHORT = {"float16": "f16", "bfloat16": "bf16"}
 
 
 @contextmanager
-def noting_the_cast(call: str, dtype: np.dtype, backward: bool = False) -> Iterator[None]:
+def noting_the_cast(dtype: np.dtype, backward: bool = False) -> Iterator[None]:
     """Adds a note to errors of operations that have no half-precision form, or that got float32
     together with half precision. Errors without a note are of the backward pass if `backward`."""
+    call = present_call()
     try:
         yield
     except (TypeError, ValueError, NotImplementedError) as e:
@@ -91,22 +94,22 @@ def noting(note: str, *errors: type[Exception], about: str = "") -> Iterator[Non
         raise
 
 
-def noting_the_trace(call: str) -> AbstractContextManager:
-    """Adds a note to errors about values that outlive the trace by `call`."""
+def noting_the_trace() -> AbstractContextManager:
+    """Adds a note to errors about values that outlive the trace by the present call."""
     note = (
-        f"`{call}` traces this function, and evaluates its program again: a `jax.custom_jvp` "
-        "or `jax.custom_vjp` function in it may close over no array that depends on the "
-        "arguments, parameters included. Pass such arrays to it as arguments."
+        f"`{present_call()}` traces this function, and evaluates its program again: a "
+        "`jax.custom_jvp` or `jax.custom_vjp` function in it may close over no array that "
+        "depends on the arguments, parameters included. Pass such arrays to it as arguments."
     )
     return noting(note, jax.errors.UnexpectedTracerError)
 
 
-def noting_the_model(call: str, args: tuple) -> AbstractContextManager:
+def noting_the_model(args: tuple) -> AbstractContextManager:
     """Adds a note to errors of a function if its model may not have been passed first."""
     if not eqx.is_array(args[0]) or not any(map(callable, args[1:])):
         return nullcontext()
     return noting(
-        f"`{call}` differentiates with respect to the first positional argument, here an array. "
-        "If the model is another one, pass it first.",
+        f"`{present_call()}` differentiates with respect to the first positional argument, here an "
+        "array. If the model is another one, pass it first.",
         Exception,
     )

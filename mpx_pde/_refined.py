@@ -8,6 +8,7 @@ import jax
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
+from ._calls import named
 from ._cast import cast_except, cast_operands, is_inexact, widen
 from ._dtypes import (
     as_half_dtype,
@@ -74,7 +75,8 @@ class _Refined(AbstractWrapper):
         fixed, fixed_args, fixed_kwargs = jtu.tree_map(stop, (self.fun, args, kwargs))
         with highest_precision(), without_halves():
             full = fixed(*fixed_args, **fixed_kwargs)
-        args, kwargs = cast_except(self.keep_full, args, kwargs, dtype, "refined")
+        with named("refined"):
+            args, kwargs = cast_except(self.keep_full, args, kwargs, dtype)
         with asked_for_half("cast", dtype):
             half = cast_operands(self.fun, dtype)(*args, **kwargs)
         return jtu.tree_map(_refine, full, half)

@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array
 
-from .interpret._precision_report import warn_user
+from .interpret._warnings import warn_user
 
 
 _AT_FIRST = 64

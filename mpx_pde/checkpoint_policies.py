@@ -23,7 +23,7 @@ from jax import lax
 from ._conv import mixed_conv_general_dilated_p
 from ._dot import mixed_dot_general_p
 from ._split import SPLIT_PRODUCTS
-from .interpret._precision_report import warn_user
+from .interpret._warnings import warn_user
 
 
 _OFFLOADS_WRONGLY = "0.11.0"

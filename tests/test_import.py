@@ -1,7 +1,6 @@
 """Tests the import of the package, the order of its modules, and its public names."""
 
 import ast
-import dataclasses
 import inspect
 import os
 import re
@@ -15,7 +14,7 @@ import pytest
 
 import mpx_pde as mpx
 from mpx_pde._types import GradientOptions
-from mpx_pde.training._options import Options
+from mpx_pde.modes._choice import mode_of
 
 
 PACKAGE = Path(mpx.__file__).parent
@@ -28,7 +27,7 @@ TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 
 # Each module imports only from modules before it. A package is one unit.
 ORDER = [
-    ["_in_jax", "_repr", "_types"],
+    ["_calls", "_in_jax", "_repr", "_types"],
     ["_dtypes", "_notes", "_split", "_varying", "_wrapper"],
     ["_forward"],
     ["_bilinear", "_cast", "_order"],
@@ -38,7 +37,9 @@ ORDER = [
     ["checkpoint_policies"],
     ["engine"],
     ["autocast", "derivatives", "ranges"],
-    ["second_order", "training"],
+    ["modes"],
+    ["training"],
+    ["second_order"],
     ["nn"],
     ["check", "contrib"],
     ["__init__"],
@@ -138,6 +139,10 @@ def test_public_names_are_those_that_init_reexports():
     assert public == set(names)
     packages = {"checkpoint_policies", "contrib", "derivatives", "nn"}
     assert all(isinstance(getattr(mpx, name), ModuleType) for name in packages)
+    # `dir` shows these, and no package that importing them has left behind.
+    every = {*names, *packages, "HALF_PRECISION_DATATYPE"}
+    assert {name for name in dir(mpx) if not name.startswith("__")} == every
+    assert sorted(mpx.__all__) == sorted(every)
     for name, module in names.items():
         assert getattr(sys.modules[f"mpx_pde.{module}"], name) is getattr(mpx, name)
     assert isinstance(mpx.__version__, str)
@@ -169,5 +174,6 @@ def test_type_checkers_know_the_options_of_the_gradient_transformations(transfor
     parameters = inspect.signature(transform).parameters.values()
     options = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"in_axes"}
     assert options == set(get_type_hints(GradientOptions))
-    # An option without a field would be accepted and ignored.
-    assert options <= {field.name for field in dataclasses.fields(Options)}
+    # They and `use_mixed_precision` select the mode, all but the mesh axis.
+    chosen = {"use_mixed_precision", *options} - {"axis_name"}
+    assert chosen == set(inspect.signature(mode_of).parameters)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._calls import named
 from .._dtypes import (
     asked_for_half,
     half_precision,
@@ -24,7 +25,7 @@ from .._types import DTypeLike, Names
 from .._wrapper import AbstractWrapper, check_callable
 from ..engine import Mixed
 from ..interpret._jaxpr import trace_arrays
-from ..interpret._precision_report import warn_user
+from ..interpret._warnings import warn_user
 from ._report import AutocastReport, Recorder, parse_patterns
 
 
@@ -79,7 +80,7 @@ class _Autocast(AbstractWrapper):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         mixed, overrides = self._mixed(), (self._half, self._full)
         recorder = Recorder(*overrides, mixed) if any(overrides) else None
-        with noting_the_trace("autocast"):
+        with named("autocast"), noting_the_trace():
             out = self._run(mixed, recorder, args, kwargs)
         report = None if recorder is None else recorder.report()
         if report and report.unused:

@@ -3,9 +3,7 @@
 import functools as ft
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,35 +17,17 @@ from .._dtypes import FLOAT16_MAX, matmul_precision
 from .._forward import Forward, present_forward
 from ..engine import Equation, Index, make_plan, propagate, sum_key
 from ..interpret._marks import marked
-from ..interpret._precision_report import tensorfloat32_by_default, warn_of_tensorfloat32
+from ..interpret._warnings import tensorfloat32_by_default, warn_of_tensorfloat32
 from ._checks import Term, as_network, check_distinct, check_factor, check_point
 from ._probe import tap
 from ._scaling import DerivativeScaling
 from ._seeds import power_of_two
+from ._unscaled import note_unscaled
 
 
 _STACKED = 9
 """From this many summands of one kind on, as in a Laplacian, streams are stacked. One product of
 many rows then replaces many products, and the program does not grow with the summands."""
-
-
-_UNSCALED = 2
-"""The lowest order of derivatives that are reported if they are in float16 without scaling. First
-derivatives are about as large as the gradients, for which a loss scale suffices."""
-
-_unscaled: ContextVar[dict[str, int] | None] = ContextVar("unscaled_derivatives", default=None)
-
-
-@contextmanager
-def noting_unscaled() -> Iterator[dict[str, int]]:
-    """Yields the calls in its context that take unscaled derivatives in float16 of order
-    `_UNSCALED` or higher, each with its highest order."""
-    found: dict[str, int] = {}
-    token = _unscaled.set(found)
-    try:
-        yield found
-    finally:
-        _unscaled.reset(token)
 
 
 def _in_full() -> Forward | None:
@@ -216,9 +196,7 @@ class Evaluation:
         scaling = self._scaling
         if scaling is None and dtype == jnp.float16 and not _in_full():
             order = max((n for _, n in self._requested()), default=0)
-            found = _unscaled.get()
-            if found is not None and order >= _UNSCALED:
-                found[self._call] = max(order, found.get(self._call, 0))
+            note_unscaled(self._call, order)
         if scaling is None or dtype != jnp.float16 or not scaling.active:
             return {}
         if _in_full():

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
+from .._calls import present_call
 from .._dtypes import check_integer, half_precision_datatype
 from .._loss_scaling import AbstractLossScaling, DynamicLossScaling, check_scaling, counted_steps
 from .._repr import by_name, described, in_a_line, number, skips
@@ -425,31 +426,31 @@ class Scaling(AbstractLossScaling):
         return with_fields(self, loss=loss, derivatives=derivatives, **steps)
 
 
-def check_takes_derivatives(func: Callable, call: str) -> None:
-    """Raises a `TypeError` in the name of `call` unless `func` takes a keyword `derivatives`."""
+def check_takes_derivatives(func: Callable) -> None:
+    """Raises a `TypeError` unless `func` takes a keyword `derivatives`."""
     try:
         inspect.signature(func).bind_partial(derivatives=None)
     except ValueError:  # a built-in without a signature
         return
     except TypeError:
         raise TypeError(
-            f"`{call}` with a `Scaling` passes its derivative scaling to the function as the "
-            f"keyword argument `derivatives`, but {getattr(func, '__name__', func)!r} takes none. "
-            "Write `def loss(model, points, *, derivatives)` and hand it on to `partials`, or pass "
-            "a plain loss scaling."
+            f"`{present_call()}` with a `Scaling` passes its derivative scaling to the function "
+            f"as the keyword argument `derivatives`, but {getattr(func, '__name__', func)!r} takes "
+            "none. Write `def loss(model, points, *, derivatives)` and hand it on to `partials`, "
+            "or pass a plain loss scaling."
         ) from None
 
 
-def check_takes_no_derivatives(func: Callable, call: str) -> None:
-    """Raises a `TypeError` in the name of `call` if `func` needs a keyword `derivatives`."""
+def check_takes_no_derivatives(func: Callable) -> None:
+    """Raises a `TypeError` if `func` needs a keyword `derivatives`."""
     try:
         given = inspect.signature(func).parameters.get("derivatives")
     except ValueError:  # a built-in without a signature
         return
     if given and given.kind is given.KEYWORD_ONLY and given.default is given.empty:
         raise TypeError(
-            f"`{call}` passes `derivatives` to the function with a `Scaling` alone, but got no "
-            "derivative scales. Pass `mpx_pde.Scaling(derivatives=mpx_pde.DerivativeScaling"
+            f"`{present_call()}` passes `derivatives` to the function with a `Scaling` alone, but "
+            "got no derivative scales. Pass `mpx_pde.Scaling(derivatives=mpx_pde.DerivativeScaling"
             ".per_direction(...))`, or write `derivatives=None` in the function."
         )
 

@@ -2,6 +2,6 @@
 
 from ._precision_report import (
     PrecisionReport as PrecisionReport,
-    PrecisionWarning as PrecisionWarning,
     precision_report as precision_report,
 )
+from ._warnings import PrecisionWarning as PrecisionWarning

@@ -164,7 +164,7 @@ def _layer(ours: list[tuple[str, str]]) -> str:
     networks = [name for file, name in names if file.startswith(os.path.join(HOME, "nn", ""))]
     others = [_RETURNED.get(name, name) for file, name in names if file.startswith(HOME)]
     public = [name for name in networks if hasattr(mpx_pde.nn, name)]
-    public += [name for name in others if not name.startswith("_") and hasattr(mpx_pde, name)]
+    public += [name for name in others if not name.startswith("_") and name in mpx_pde.__all__]
     if public:
         return public[0]
     return "mpx_pde.nn" if networks else "mpx_pde" if names else ""

@@ -17,8 +17,8 @@ from .._types import DTypeLike
 from .._wrapper import check_callable
 from ..interpret._jaxpr import trace_arrays
 from ..interpret._lines import Site, definition_of
-from ..interpret._precision_report import PrecisionWarning
 from ..interpret._sums import long_sums
+from ..interpret._warnings import PrecisionWarning
 from ._explain import explain
 from ._meter import CLEAN, TAINTED, Known, Measured, Meter
 from ._report import RangeReport, fold, idle_product, make_row

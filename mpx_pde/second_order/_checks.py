@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 from .._dtypes import is_real
 from .._repr import in_a_line
 from .._types import PyTree
-from ..interpret._precision_report import PrecisionWarning
+from ..interpret._warnings import PrecisionWarning
 
 
 def check_dampings(call: str, least: Any, first: Any, most: Any, acceleration: Any) -> None:

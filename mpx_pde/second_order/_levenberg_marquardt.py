@@ -22,7 +22,7 @@ from .._repr import described, in_a_line, number
 from .._split import SPLIT_PRODUCTS
 from .._tree import select_tree
 from .._types import PyTree
-from ..interpret._precision_report import PrecisionWarning
+from ..interpret._warnings import PrecisionWarning
 from ._checks import check_dampings, check_parameters, check_solver
 from ._choice import MEMORY, METHODS, Choice, chosen, leading_columns
 from ._dual import Dual

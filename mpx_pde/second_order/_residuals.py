@@ -21,13 +21,8 @@ from .._split import SPLIT_PRODUCTS
 from .._tree import dealt
 from .._types import PyTree
 from ..engine import InForward, linearized
-from ..interpret._precision_report import (
-    LEAST_IN_FULL,
-    OF_JACOBIANS,
-    checked,
-    traced,
-    warn_user,
-)
+from ..interpret._warnings import traced, warn_user
+from ..training._diagnosis import LEAST_IN_FULL, OF_JACOBIANS, checked
 
 
 CALL = "LevenbergMarquardt"

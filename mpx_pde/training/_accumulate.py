@@ -10,12 +10,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from .._calls import present_call
 from .._cast import widen
 from .._dtypes import check_integer, is_integer
 from .._loss_scaling import AbstractLossScaling
 from .._tree import dealt
 from .._types import AxisName, ForwardLike, GradientOptions, PolicyLike, PyTree
-from ..interpret._precision_report import warn_user
+from ..interpret._warnings import warn_user
 from ._gradient import Evaluated, Gradient, transformed
 from ._options import refuses_argnums
 
@@ -31,7 +32,7 @@ def _is_leaf(x: Any) -> bool:
     return isinstance(x, eqx.nn.State)
 
 
-def _axes_of_leaves(in_axes: PyTree, args: tuple, call: str) -> list[int | None]:
+def _axes_of_leaves(in_axes: PyTree, args: tuple) -> list[int | None]:
     """Returns the batch axis of each leaf of `args`, from the prefix `in_axes`."""
     axes: list[int | None] = []
 
@@ -42,9 +43,9 @@ def _axes_of_leaves(in_axes: PyTree, args: tuple, call: str) -> list[int | None]
         jtu.tree_map(spread, in_axes, args, is_leaf=lambda x: x is None)
     except ValueError as e:
         raise ValueError(
-            f"`{call}` takes `in_axes` as a prefix of the {len(args)} positional arguments after "
-            "the model: an axis for all, or a tuple with an axis or `None` for each. Got "
-            f"{in_axes!r}."
+            f"`{present_call()}` takes `in_axes` as a prefix of the {len(args)} positional "
+            "arguments after the model: an axis for all, or a tuple with an axis or `None` for "
+            f"each. Got {in_axes!r}."
         ) from e
     return axes
 
@@ -60,26 +61,26 @@ def _is_old_key(x: Any) -> bool:
     return jnp.shape(x) == (2,) and jnp.result_type(x) == jnp.uint32
 
 
-def _split(x: Array | np.ndarray, axis: Any, micro_batches: int, path: Any, call: str) -> Array:
+def _split(x: Array | np.ndarray, axis: Any, micro_batches: int, path: Any) -> Array:
     """Deals `x` out along `axis`. The result has shape `[micro_batches, ...]`."""
     shape, size = jnp.shape(x), _entries(x, axis)
     if size is None:
         raise ValueError(
-            f"`{call}` cannot split the array at {jtu.keystr(path)} of the arguments after the "
-            f"model along the axis {axis!r} that `in_axes` names: its shape is {shape}."
+            f"`{present_call()}` cannot split the array at {jtu.keystr(path)} of the arguments "
+            f"after the model along the axis {axis!r} that `in_axes` names: its shape is {shape}."
         )
     if size % micro_batches:
         raise ValueError(
-            f"`{call}` cannot split the array at {jtu.keystr(path)} of the arguments after the "
-            f"model into {micro_batches} micro-batches: it has {size} entries along axis {axis}. "
-            "Choose a batch size that is a multiple, or mark what is not a batch by `None` in "
-            "`in_axes`."
+            f"`{present_call()}` cannot split the array at {jtu.keystr(path)} of the arguments "
+            f"after the model into {micro_batches} micro-batches: it has {size} entries along "
+            f"axis {axis}. Choose a batch size that is a multiple, or mark what is not a batch by "
+            "`None` in `in_axes`."
         )
     return dealt(jnp.asarray(x), micro_batches, axis % len(shape))
 
 
 def split_batch(
-    rest: tuple, in_axes: PyTree, micro_batches: int, call: str
+    rest: tuple, in_axes: PyTree, micro_batches: int
 ) -> tuple[dict[int, Array], Callable[[dict[int, Array]], tuple]]:
     """Splits the batched leaves of the arguments after the model into micro-batches.
 
@@ -87,7 +88,7 @@ def split_batch(
     micro-batches, and a function that rebuilds all of these arguments from one micro-batch.
     """
     paths, treedef = jtu.tree_flatten_with_path(rest, is_leaf=_is_leaf)
-    axes = _axes_of_leaves(in_axes, rest, call)
+    axes = _axes_of_leaves(in_axes, rest)
     leaves = [x for _, x in paths]
     arrays = {
         i: (x, axis, path)
@@ -96,7 +97,7 @@ def split_batch(
     }
     longest = max((_entries(x, axis) or 0 for x, axis, _ in arrays.values()), default=0)
     batched = {
-        i: _split(x, axis, micro_batches, path, call)
+        i: _split(x, axis, micro_batches, path)
         for i, (x, axis, path) in arrays.items()
         if not (_is_old_key(x) and longest > 2)
     }
@@ -129,7 +130,7 @@ def _run(
     gradient: Gradient, args: tuple, kwargs: dict, *, micro_batches: int, in_axes: PyTree
 ) -> tuple:
     model, *rest = args
-    batched, whole = split_batch(tuple(rest), in_axes, micro_batches, _CALL)
+    batched, whole = split_batch(tuple(rest), in_axes, micro_batches)
 
     # The parts that are not arrays, which could not leave the scan.
     statics = []
@@ -143,7 +144,7 @@ def _run(
 
     masters = eqx.filter(model, eqx.is_inexact_array)
     counts = None
-    if gradient.options.use_mixed_precision and gradient.derivatives is not None:
+    if gradient.mode.scales and gradient.derivatives is not None:
         counts = gradient.derivatives.counts
     # Widen leaf by leaf: a half array inside of a `FullPrecision` is narrow as well.
     zero = jtu.tree_map(lambda x: jnp.zeros_like(widen(x)), [masters, counts])
@@ -162,7 +163,7 @@ def _run(
     value = jnp.mean(values)
     mean = jtu.tree_map(lambda g: g / micro_batches, total)
     state = gradient.finish(model, Evaluated(value, aux, mean, counts, depends))
-    out = (value, gradient.options.output(aux)) if gradient.options.has_aux else value
+    out = (value, gradient.mode.output(aux)) if gradient.has_aux else value
     return out, *state
 
 
@@ -246,9 +247,20 @@ def filter_accumulated_value_and_grad(
     value, scaling, grads_finite, grads = value_and_grad(model, x, y)
     ```
     """
-    given = use_mixed_precision, policy, keep_full, autocast, forward, axis_name
     micro_batches = check_integer(micro_batches, _CALL, "micro_batches")
     # `eqx.Partial` is a PyTree, unlike `functools.partial`: one that is made anew at each step
     # still hits jit's cache.
     run = eqx.Partial(_run, micro_batches=micro_batches, in_axes=in_axes)
-    return transformed(_CALL, run, func, scaling, has_aux, *given)
+    return transformed(
+        _CALL,
+        run,
+        func,
+        scaling,
+        has_aux=has_aux,
+        axis_name=axis_name,
+        use_mixed_precision=use_mixed_precision,
+        policy=policy,
+        keep_full=keep_full,
+        autocast=autocast,
+        forward=forward,
+    )

@@ -16,23 +16,21 @@ import jax.tree_util as jtu
 import numpy as np
 from jax import lax
 
+from .._calls import named
 from .._loss_scaling import AbstractLossScaling, DynamicLossScaling, NoOpLossScaling
 from .._repr import table
 from .._tree import all_finite
 from .._types import PyTree
 from ..derivatives import Scaling
-from ..interpret._precision_report import (
-    PrecisionWarning,
-    arrays_closed_over,
-    precision_report,
-)
+from ..interpret._precision_report import arrays_closed_over, precision_report
+from ..interpret._warnings import PrecisionWarning
 from ..ranges._stats import percent
 from ._floor import in_float64
 from ._grad import filter_value_and_grad
 from ._gradient import Gradient, check_eager
 from ._initial_scaling import NoScaleError, initial_scaling
 from ._norms import apart
-from ._options import parse_options, refuses_argnums
+from ._options import refuses_argnums
 
 
 _CALL = "advise"
@@ -180,14 +178,16 @@ def advise(
     `jax.jit`.
     """
     start = DynamicLossScaling() if scaling is None else scaling
-    Gradient.of(func, start, parse_options(_CALL, has_aux, True, None, keep_full, autocast, "half"))
+    # Checks the arguments.
+    Gradient.of(_CALL, func, start, has_aux=has_aux, keep_full=keep_full, autocast=autocast)
     given = {"keep_full": keep_full, "autocast": autocast}
     given = {name: option for name, option in given.items() if option is not False}
     parameter = inspect.signature(func).parameters.get("derivatives")
     alone = scaling is None and parameter is not None and parameter.default is parameter.empty
 
     def advice(*args: Any, **kwargs: Any) -> Advice:
-        check_eager((args, kwargs), _CALL)
+        with named(_CALL):
+            check_eager((args, kwargs))
         kwargs = {"derivatives": None, **kwargs} if alone else kwargs
         with warnings.catch_warnings():
             # The advice says the same, and more.

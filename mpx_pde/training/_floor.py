@@ -13,19 +13,22 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float
 
+from .._calls import named
 from .._cast import cast_tree
-from .._dtypes import check_integer, check_positive, is_half, true_float32
-from .._forward import RUNGS, check_rung, options_of
+from .._dtypes import check_integer, check_positive, true_float32
+from .._forward import RUNGS, check_rung
 from .._loss_scaling import AbstractLossScaling
 from .._notes import noting
 from .._repr import table
 from .._tree import all_finite
 from .._types import ForwardLike, PolicyLike, PyTree
 from ..interpret._marks import collecting
+from ..modes._choice import mode_at
+from ..modes._mode import AbstractMode
 from ._accumulate import split_batch
 from ._gradient import Gradient, copied
 from ._norms import apart, minus, norm, real_of, share_of, total, wide_of
-from ._options import Options, parse_options, refuses_argnums
+from ._options import refuses_argnums
 
 
 _CALL = "precision_floor"
@@ -175,36 +178,40 @@ def precision_floor(
     not above the present precision, for float64 without 64-bit types, for a batch that does not
     divide into the micro-batches, and for a `tolerance` that is not positive.
     """
-    given = use_mixed_precision, policy, keep_full, autocast, forward
-    options = parse_options(_CALL, has_aux, *given)
-    gradient = Gradient.of(func, scaling, options)
+    gradient = Gradient.of(
+        _CALL,
+        func,
+        scaling,
+        has_aux=has_aux,
+        use_mixed_precision=use_mixed_precision,
+        policy=policy,
+        keep_full=keep_full,
+        autocast=autocast,
+        forward=forward,
+    )
     micro_batches = check_integer(micro_batches, _CALL, "micro_batches")
     tolerance = check_positive(tolerance, _CALL, "tolerance")
-    present = _rung_of(options)
-    above = _above(present, against, options)
+    present = gradient.mode.rung
+    above = _above(gradient.mode, against)
 
     @ft.wraps(func, updated=())
     def floor(*args: Any, **kwargs: Any) -> PrecisionFloor:
-        options.check_called_with(args)
-        return _measured(
-            gradient, args, kwargs, (present, above), in_axes, micro_batches, tolerance
-        )
+        with named(_CALL):
+            gradient.check_called_with(args)
+            rungs = present, above
+            return _measured(gradient, args, kwargs, rungs, in_axes, micro_batches, tolerance)
 
     return floor
 
 
-def _rung_of(options: Options) -> str:
-    plain = options.forward in ("half", "float32") and not is_half(options.compute_dtype)
-    return "full" if plain or not options.use_mixed_precision else options.forward
-
-
-def _above(present: str, against: Any, options: Options) -> str:
+def _above(mode: AbstractMode, against: Any) -> str:
+    present = mode.rung
     if against is None:
         against = {"half": "float32", "full": "float64", "float64": "float64"}.get(present, "full")
     above = check_rung(against, _CALL, "against")
     if RUNGS.index(above) < RUNGS.index(present) or (above == present != "float64"):
         policy = " (the compute dtype of `policy` is no half type)"
-        why = policy if options.use_mixed_precision and present != options.forward else ""
+        why = policy if mode.scales and present == "full" else ""
         raise ValueError(
             f"`{_CALL}` compares {present!r}{why} with a precision above it, but got "
             f"`against={against!r}`. Precisions from below: {', '.join(map(repr, RUNGS))}."
@@ -229,12 +236,10 @@ def _measured(
 ) -> PrecisionFloor:
     present, above = rungs
     wider = in_float64 if above == "float64" else lambda tree: tree
-    changed = {"use_mixed_precision": True, "forward": "half", "autocast": None}
-    changed |= options_of("full" if above == "float64" else above)
-    options = dataclasses.replace(gradient.options, **changed)
-    reference = dataclasses.replace(gradient, func=wider(gradient.func), options=options)
+    mode = mode_at(above, gradient.mode)
+    reference = dataclasses.replace(gradient, func=wider(gradient.func), mode=mode)
     # Split first, so that a batch that does not divide is the first error.
-    batches = split_batch(tuple(args[1:]), in_axes, micro_batches, _CALL)
+    batches = split_batch(tuple(args[1:]), in_axes, micro_batches)
     value, grads, terms = _evaluated(gradient, args, kwargs)
     true, true_grads, true_terms = _evaluated(reference, wider(args), wider(kwargs))
     noise, noises = jnp.full((), jnp.nan), {}
@@ -267,8 +272,8 @@ def _named(present: str, gradient: Gradient, grads: PyTree) -> str:
         dtypes = (real_of(g.dtype) for g in jtu.tree_leaves(grads))
         return min(dtypes, key=lambda dtype: dtype.itemsize).name
     if present == "half":
-        return gradient.options.compute_dtype.name
-    return f"forward={present!r} with a backward pass in {gradient.options.compute_dtype.name}"
+        return gradient.mode.dtype.name
+    return f"forward={present!r} with a backward pass in {gradient.mode.dtype.name}"
 
 
 def _advised(above: str) -> str:
@@ -280,16 +285,14 @@ def _evaluated(gradient: Gradient, args: tuple, kwargs: dict) -> tuple[Array, Py
     """Evaluates the loss, its unscaled gradients, and its derivative terms by name."""
 
     def value(args, kwargs):
-        mixed = gradient.options.use_mixed_precision
-        args, kwargs = gradient.options.cast(args, kwargs)
+        mixed = gradient.mode.scales
+        args, kwargs = gradient.mode.cast(args, kwargs)
         with nullcontext() if mixed else true_float32():
             return gradient.loss(args, kwargs, gradient.derivatives if mixed else None)[0]
 
-    def run():
+    with gradient.mode.context():
         loss, grads = _gradient(gradient, args, kwargs)
         return loss, grads, collecting(value)(*copied((args, kwargs)))[1]
-
-    return gradient.options.in_context(run)
 
 
 def _gradient(gradient: Gradient, args: tuple, kwargs: dict) -> tuple[Array, PyTree]:
@@ -307,7 +310,8 @@ def _noise(
 
     def body(sums, batch):
         args = model, *whole(batch)
-        here = gradient.options.in_context(lambda: _gradient(gradient, args, kwargs)[1])
+        with gradient.mode.context():
+            here = _gradient(gradient, args, kwargs)[1]
         # Sums of differences from the whole batch cancel less than sums of gradients.
         apart = jtu.tree_map(minus, here, grads)
         squares = jtu.tree_map(lambda x: norm(x) ** 2, apart)

@@ -22,25 +22,25 @@ _Scaling = TypeVar("_Scaling", bound=AbstractLossScaling | None)
 def _value_and_grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
     found = gradient.evaluate(args, kwargs)
     out = found.value
-    if gradient.options.has_aux:
-        out = out, gradient.options.output(found.aux)
+    if gradient.has_aux:
+        out = out, gradient.mode.output(found.aux)
     return out, *gradient.finish(args[0], found)
 
 
 def _grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
     out, *rest = _value_and_grad(gradient, args, kwargs)
-    return (*rest, out[1]) if gradient.options.has_aux else tuple(rest)
+    return (*rest, out[1]) if gradient.has_aux else tuple(rest)
 
 
 def _scaled_grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
-    if gradient.options.casts:
+    if gradient.mode.casts:
         # Cast outside of the differentiated function.
-        args, kwargs = gradient.options.cast(args, kwargs)
+        args, kwargs = gradient.mode.cast(args, kwargs)
     value, aux, grads, counts, _ = gradient.evaluate(args, kwargs)
-    if gradient.options.use_mixed_precision:
+    if gradient.mode.scales:
         value = gradient.scaling.scale(value)
     grads = grads if counts is None else (grads, counts)
-    return (value, aux) if gradient.options.has_aux else value, grads
+    return (value, aux) if gradient.has_aux else value, grads
 
 
 if TYPE_CHECKING:
@@ -164,8 +164,19 @@ def filter_value_and_grad(
     The recipe follows Micikevicius et al., *Mixed Precision Training* (2018), section 3. Names and
     return orders follow MPX (Gräfe & Trimpe, 2025).
     """
-    given = use_mixed_precision, policy, keep_full, autocast, forward, axis_name
-    return transformed("filter_value_and_grad", _value_and_grad, func, scaling, has_aux, *given)
+    return transformed(
+        "filter_value_and_grad",
+        _value_and_grad,
+        func,
+        scaling,
+        has_aux=has_aux,
+        axis_name=axis_name,
+        use_mixed_precision=use_mixed_precision,
+        policy=policy,
+        keep_full=keep_full,
+        autocast=autocast,
+        forward=forward,
+    )
 
 
 if TYPE_CHECKING:
@@ -217,8 +228,19 @@ def filter_grad(
 
     **Raises:** as [`mpx_pde.filter_value_and_grad`][].
     """
-    given = use_mixed_precision, policy, keep_full, autocast, forward, axis_name
-    return transformed("filter_grad", _grad, func, scaling, has_aux, *given)
+    return transformed(
+        "filter_grad",
+        _grad,
+        func,
+        scaling,
+        has_aux=has_aux,
+        axis_name=axis_name,
+        use_mixed_precision=use_mixed_precision,
+        policy=policy,
+        keep_full=keep_full,
+        autocast=autocast,
+        forward=forward,
+    )
 
 
 if TYPE_CHECKING:
@@ -274,8 +296,18 @@ def calculate_scaled_grad(
 
     **Raises:** as [`mpx_pde.filter_value_and_grad`][].
     """
-    given = use_mixed_precision, policy, keep_full, autocast, forward
-    return transformed("calculate_scaled_grad", _scaled_grad, func, scaling, has_aux, *given)
+    return transformed(
+        "calculate_scaled_grad",
+        _scaled_grad,
+        func,
+        scaling,
+        has_aux=has_aux,
+        use_mixed_precision=use_mixed_precision,
+        policy=policy,
+        keep_full=keep_full,
+        autocast=autocast,
+        forward=forward,
+    )
 
 
 @refuses_argnums
@@ -320,8 +352,19 @@ def line_search_value(
 
     **Raises:** as [`mpx_pde.filter_value_and_grad`][].
     """
-    given = use_mixed_precision, policy, keep_full, autocast, forward, axis_name
-    run = transformed("line_search_value", _value_and_grad, func, scaling, False, *given)
+    run = transformed(
+        "line_search_value",
+        _value_and_grad,
+        func,
+        scaling,
+        has_aux=False,
+        axis_name=axis_name,
+        use_mixed_precision=use_mixed_precision,
+        policy=policy,
+        keep_full=keep_full,
+        autocast=autocast,
+        forward=forward,
+    )
 
     @eqx.filter_custom_vjp
     def value(model, args, kwargs):

@@ -2,11 +2,9 @@
 result.
 """
 
-import dataclasses
 import functools as ft
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -15,49 +13,37 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array, Inexact
 
+from .._calls import named, present_call
 from .._cast import widen
-from .._dtypes import highest_precision, true_float32
-from .._forward import Forward, forward_in, without_halves
+from .._dtypes import check_bool
+from .._forward import forward_in
 from .._loss_scaling import DynamicLossScaling, NoOpLossScaling, check_scaling, split_aux
-from .._notes import noting_the_cast, noting_the_model, noting_the_trace
+from .._notes import noting_the_model, noting_the_trace
 from .._repr import in_a_line
 from .._tree import all_finite, all_zero, with_fields
 from .._types import AxisName, PyTree
 from .._varying import mark_varying, size_of_axis
-from ..autocast import autocast as autocast_function
-from ..derivatives._evaluation import noting_unscaled
-from ..derivatives._probe import tap_p
 from ..derivatives._scaling import (
     Scaling,
     check_takes_derivatives,
     check_takes_no_derivatives,
     sum_counts,
 )
-from ..engine import InForward, linearized
-from ..engine._roles import dependent
-from ..interpret._flat import flatten
-from ..interpret._jaxpr import contains
-from ..interpret._phases import rounded_phase
-from ..interpret._precision_report import (
-    LEAST_IN_FULL,
-    OF_AUTOCAST,
-    OF_CASTS,
-    OF_FORWARDS,
-    checked,
-    traced,
-    warn_user,
-)
-from ..interpret._sums import described as describe_sums, long_sums
-from ._options import Options, parse_options
+from ..derivatives._unscaled import noting_unscaled
+from ..interpret._shown import shown
+from ..interpret._warnings import traced
+from ..modes._choice import mode_of
+from ..modes._mode import AbstractMode
+from ._diagnosis import diagnose, warn_of_unscaled
 
 
-def _check_loss(value: Any, has_aux: bool, call: str) -> Inexact[Array, ""]:
+def _check_loss(value: Any, has_aux: bool) -> Inexact[Array, ""]:
     """Returns the loss as an array; raises a `TypeError` unless it is a real floating-point
     scalar.
     """
+    call = present_call()
     hint = " Return the mean or the sum of the residuals."
     if isinstance(value, tuple) and not has_aux:
         hint = " If it returns `(loss, aux)`, pass `has_aux=True`."
@@ -86,14 +72,6 @@ def _as_varying(tree: PyTree, axis_name: AxisName | None) -> PyTree:
     names: Any = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     names = tuple(n for n in names if n in jax.sharding.get_abstract_mesh().manual_axes)
     return jtu.tree_map(lambda x: mark_varying(x, names) if eqx.is_inexact_array(x) else x, tree)
-
-
-def _in_forward(
-    loss: Callable, forward: Forward, in_full: Callable[[Any], bool], model: PyTree, *others: Any
-) -> tuple[tuple, PyTree]:
-    """Evaluates a loss with an auxiliary output in full, and its gradient in half."""
-    out, pullback = linearized(loss, forward, model, *others, in_full=in_full)
-    return out, pullback(jnp.ones_like(out[0]))
 
 
 def copied(tree: PyTree) -> PyTree:
@@ -174,39 +152,81 @@ def _noticed(value: Array, depends: list[bool]) -> Array:
     return same(value)
 
 
-def check_eager(tree: PyTree, call: str) -> None:
-    """Raises a `TypeError` in the name of `call` if any leaf of `tree` is a tracer."""
+def check_eager(tree: PyTree) -> None:
+    """Raises a `TypeError` if any leaf of `tree` is a tracer."""
     if traced(tree):
         raise TypeError(
-            f"`{call}` evaluates the gradient and looks at it, so it cannot be called inside of "
-            "`jax.jit`, `jax.grad`, `jax.vmap` or `jax.shard_map`. Call it before the first step, "
-            "with arrays."
+            f"`{present_call()}` evaluates the gradient and looks at it, so it cannot be called "
+            "inside of `jax.jit`, `jax.grad`, `jax.vmap` or `jax.shard_map`. Call it before the "
+            "first step, with arrays."
         )
 
 
 class Gradient(eqx.Module):
-    """A loss function with its scaling and options, shared by all public transformations."""
+    """A loss function with its scaling and options, shared by all public transformations.
+
+    **Attributes:**
+
+    - `mode`: how it is evaluated and differentiated.
+    - `call`: the name of the public function that the options were given to, for error messages.
+    """
 
     func: Any
     scaling: Any
-    options: Options
+    mode: AbstractMode
+    call: str = eqx.field(static=True)
+    has_aux: bool = eqx.field(static=True)
+    axis_name: Any = eqx.field(static=True)
 
     @classmethod
-    def of(cls, func: Any, scaling: Any, options: Options) -> "Gradient":
-        """Builds the `Gradient` of a loss function after checking it and its scaling."""
-        call = options.call
+    def of(
+        cls,
+        call: str,
+        func: Any,
+        scaling: Any,
+        *,
+        has_aux: Any,
+        axis_name: AxisName | None = None,
+        **options: Any,
+    ) -> "Gradient":
+        """Builds the `Gradient` of a loss function for the public function `call`, after checking
+        its arguments. `options` are those of [`mode_of`][]."""
+        aux = (
+            "whether the function returns `(loss, aux)` (model and batch are for what it returns: "
+            f"`{call}(loss, ...)(model, batch)`)"
+        )
+        has_aux = check_bool(has_aux, call, "has_aux", aux)
+        with named(call):
+            mode = mode_of(**options)
         if not callable(func):
             raise TypeError(f"`{call}` takes a loss function first, but got {in_a_line(func)}.")
         if isinstance(func, Transformed):
             raise TypeError(
                 f"`{call}` takes the loss itself, but got a gradient of it: "
-                f"`{func.gradient.options.call}(loss)`. Write `{call}(loss, ...)(model, batch)`."
+                f"`{func.gradient.call}(loss)`. Write `{call}(loss, ...)(model, batch)`."
             )
-        if options.use_mixed_precision or scaling is not None:
+        if mode.scales or scaling is not None:
             check_scaling(scaling, call)
         if isinstance(scaling, Scaling):
-            check_takes_derivatives(func, call)
-        return cls(func, scaling, options)
+            with named(call):
+                check_takes_derivatives(func)
+        return cls(func, scaling, mode, call, has_aux, axis_name)
+
+    def check_called_with(self, args: tuple) -> None:
+        """Raises a `TypeError` if the function was called without a model, or with a model without
+        floating-point arrays.
+        """
+        if not args:
+            raise TypeError(
+                f"`{self.call}` differentiates with respect to the first positional argument, but "
+                "the function was called without one. Pass the model first."
+            )
+        if not any(map(eqx.is_inexact_array, jtu.tree_leaves(args[0]))):
+            raise TypeError(
+                f"`{self.call}` differentiates with respect to the floating-point arrays of the "
+                f"first positional argument, but {in_a_line(args[0])} has none. Pass the model "
+                "first, with its parameters as arrays: numbers of Python and integers do not count."
+            )
 
     def check_unmapped(self) -> None:
         """Raises a `ValueError` if the scaling is that of several members of an ensemble."""
@@ -222,7 +242,7 @@ class Gradient(eqx.Module):
         for name, (x, axes) in scales.items():
             if np.ndim(x) > axes:
                 raise ValueError(
-                    f"`{self.options.call}` takes the scaling of one model, but got a "
+                    f"`{self.call}` takes the scaling of one model, but got a "
                     f"{type(scaling).__name__} whose `{name}` has shape {jnp.shape(x)}, as a step "
                     "under `jax.vmap` returns it for all members. Map this call over the scaling "
                     "too, or take that of a member: `jax.tree.map(lambda x: x[0], scaling)`."
@@ -237,11 +257,11 @@ class Gradient(eqx.Module):
         """Returns the keyword arguments of the function, with the derivative scaling among them."""
         if self.derivatives is None:
             if "derivatives" not in kwargs:
-                check_takes_no_derivatives(self.func, self.options.call)
+                check_takes_no_derivatives(self.func)
             return kwargs
         if "derivatives" in kwargs:
             raise TypeError(
-                f"`{self.options.call}` with a `Scaling` passes `derivatives` to the function "
+                f"`{self.call}` with a `Scaling` passes `derivatives` to the function "
                 "itself. Do not pass it by hand."
             )
         return {**kwargs, "derivatives": derivatives}
@@ -250,70 +270,38 @@ class Gradient(eqx.Module):
         """Evaluates the loss and its auxiliary output (or `None`). In mixed precision the loss is
         returned in float32 or wider.
         """
-        func, options, dtype = self.func, self.options, self.options.compute_dtype
-        if options.precisions is not None:
-            func = InForward(func, options.precisions)
-        if options.autocast is not None and options.in_half:
-            func = autocast_function(func, dtype, **dict(options.autocast))
-        halves = nullcontext() if options.use_mixed_precision else without_halves()
-        noted = noting_the_model(options.call, args)
-        with halves, self._noting(), noted, noting_unscaled() as unscaled:
+        func, mode = self.mode.evaluated(self.func), self.mode
+        noted = noting_the_model(args)
+        with mode.around_loss(), noted, noting_unscaled() as unscaled:
             out = func(*args, **self.with_derivatives(kwargs, derivatives))
-        if unscaled and self.derivatives is None and options.in_half:
-            self._warn_of_unscaled(*unscaled.popitem())
-        out, aux = split_aux(out, options.call) if options.has_aux else (out, None)
-        value = _check_loss(out, options.has_aux, options.call)
-        return widen(value) if options.use_mixed_precision else value, aux
-
-    def _noting(self, backward: bool = False) -> AbstractContextManager:
-        """Adds a note to errors that the casts of arguments lead to."""
-        options = self.options
-        if not options.casts or not options.in_half:
-            return nullcontext()
-        return noting_the_cast(options.call, options.compute_dtype, backward)
-
-    def _warn_of_unscaled(self, call: str, order: int) -> None:
-        warn_user(
-            f"`{self.options.call}` got a loss scaling alone, but the loss takes derivatives of "
-            f"order {order} by `{call}` in float16. What overflows or vanishes in them is lost "
-            "before the loss is scaled. Pass `mpx_pde.Scaling(loss=..., derivatives="
-            "mpx_pde.DerivativeScaling.per_direction(...))`. The loss then receives `derivatives`: "
-            f"pass them on by `{call}(..., scaling=derivatives)`. Or take `forward='float32'`, "
-            "or bfloat16. If it is meant, filter `mpx_pde.PrecisionWarning`."
-        )
+        if unscaled and self.derivatives is None and mode.in_half:
+            warn_of_unscaled(*unscaled.popitem())
+        out, aux = split_aux(out, self.call) if self.has_aux else (out, None)
+        value = _check_loss(out, self.has_aux)
+        return widen(value) if mode.scales else value, aux
 
     def evaluate(self, args: tuple, kwargs: dict) -> Evaluated:
         """Evaluates the loss and its gradients with respect to `args[0]`."""
-        options, mixed = self.options, self.options.use_mixed_precision
-        if mixed and options.axis_name is not None:
-            size_of_axis(options.axis_name, options.call)
+        mode = self.mode
+        if mode.scales and self.axis_name is not None:
+            size_of_axis(self.axis_name, self.call)
         depends: list[bool] = []
 
         def loss(differentiated, others, kwargs):
             model, derivatives = differentiated
-            if not mixed:
+            if not mode.scales:
                 value, aux = self.loss((model, *others), kwargs, None)
                 return value, (value, aux)
             # The cast in here is part of what is differentiated, so the gradients have the dtypes
             # of the masters.
-            model = _as_varying(model, options.axis_name)
-            cast_args, cast_kwargs = options.cast((model, *others), kwargs)
+            model = _as_varying(model, self.axis_name)
+            cast_args, cast_kwargs = mode.cast((model, *others), kwargs)
             value, aux = self.loss(cast_args, cast_kwargs, derivatives)
             return self.scaling.scale(_noticed(value, depends)), (value, aux)
 
-        differentiated = args[0], self.derivatives if mixed else None
-        value_and_grad: Any = eqx.filter_value_and_grad(loss, has_aux=True)
-        if options.precisions is not None:
-            kept = options.kept(args, kwargs)
-            leaves = jtu.tree_leaves_with_path((None, args, kwargs))
-            places = {id(x) for path, x in leaves if path in kept}
-            value_and_grad = ft.partial(
-                _in_forward, loss, options.precisions, lambda x: id(x) in places
-            )
-        # For products that ask for no precision: in a full forward pass they are true float32 too.
-        full = highest_precision("highest") if options.in_full else nullcontext()
-        precision = full if mixed else true_float32()
-        with precision, noting_the_trace(options.call), self._noting(backward=True):
+        differentiated = args[0], self.derivatives if mode.scales else None
+        value_and_grad = mode.value_and_grad(loss, args, kwargs)
+        with noting_the_trace(), mode.around_gradient():
             (_, out), (grads, counts) = value_and_grad(differentiated, args[1:], kwargs)
         value, aux = out
         return Evaluated(
@@ -322,7 +310,7 @@ class Gradient(eqx.Module):
 
     def unscale(self, grads: PyTree) -> PyTree:
         """Unscales gradients by the scale of this step."""
-        return self.scaling.unscale(grads) if self.options.use_mixed_precision else grads
+        return self.scaling.unscale(grads) if self.mode.scales else grads
 
     def finish(self, model: PyTree, found: Evaluated) -> tuple:
         """Unscales the gradients and brings the scaling up to date."""
@@ -330,15 +318,15 @@ class Gradient(eqx.Module):
         # A NumPy master may have a dtype that is wider than those of JAX.
         like = lambda g, m: g.astype(jax.dtypes.canonicalize_dtype(m.dtype))
         grads = jtu.tree_map(like, self.unscale(found.grads), masters)
-        if not self.options.use_mixed_precision:
+        if not self.mode.scales:
             return self.scaling, jnp.array(True), grads
         finite, vanished = self._checked(found, grads)
         usable, seen = finite, ()
         if found.counts is not None:
-            seen = (sum_counts(found.counts, self.options.axis_name),)
+            seen = (sum_counts(found.counts, self.axis_name),)
             # Gradients can be finite although a derivative overflowed, if the loss masks it.
             usable = finite & self.derivatives.finite(*seen)
-        with forward_in(self.options.precisions):  # the cap of the scale depends on it
+        with forward_in(self.mode.forward):  # the cap of the scale depends on it
             adjusted = self.scaling.adjust(finite, *seen)
         adjusted = _descended(self.scaling, adjusted)
         return _with_vanished(adjusted, vanished & usable), usable, grads
@@ -350,124 +338,18 @@ class Gradient(eqx.Module):
         """
         finite = all_finite(grads) & jnp.isfinite(found.value)
         zero, some = all_zero(grads), found.value != 0
-        if self.options.axis_name is not None:
+        if self.axis_name is not None:
             flags = jnp.stack([~finite, ~zero, some]).astype(jnp.int32)
-            told = lax.psum(flags, self.options.axis_name) > 0
+            told = lax.psum(flags, self.axis_name) > 0
             finite, zero, some = ~told[0], ~told[1], told[2]
-        return finite, zero & some & (self.options.in_half and found.depends)
+        return finite, zero & some & (self.mode.in_half and found.depends)
 
 
-@dataclasses.dataclass
-class _Place:
-    """A placeholder for a result of a program."""
-
-    index: int
-
-
-def _check_states(
-    options: Options, args: tuple, closed: ClosedJaxpr, leaves: Sequence, assemble: Callable
-) -> None:
-    """Issues a warning if a part of the auxiliary output has the structure of an argument and each
-    of its arrays was computed from the rounded array at the same place in that argument.
-    """
-    out = assemble([_Place(i) for i in range(len(closed.jaxpr.outvars))])
-    aux = out[0][1] if isinstance(out[0], tuple) else out[-1]
-    number = {id(x): i for i, (_, x) in enumerate(leaves)}
-    rounded, _ = eqx.filter_eval_shape(options.cast, args, {})
-    inexact = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
-    digits = lambda x: jnp.finfo(x.dtype).nmant if inexact(x) else 0
-    for i, (given, narrow) in enumerate(zip(args[1:], rounded[1:], strict=True), start=1):
-        structure, paths = jtu.tree_structure(given), jtu.tree_leaves_with_path(given)
-        # Plain tuples of arrays are skipped: their structure may match by chance.
-        if all(isinstance(k, jtu.SequenceKey) for path, _ in paths for k in path):
-            continue
-        pairs = zip(paths, jtu.tree_leaves(narrow), strict=True)
-        lost = [eqx.is_array(x) and digits(y) < digits(x) for (_, x), y in pairs]
-        is_alike = ft.partial(_has_structure, structure)
-        for found in filter(is_alike, jtu.tree_leaves(aux, is_alike) if any(lost) else ()):
-            places = zip(paths, jtu.tree_leaves(found), lost, strict=True)
-            pairs = [(number[id(x)], y) for (_, x), y, is_lost in places if is_lost]
-            arrays = all(isinstance(y, _Place) for _, y in pairs)
-            if arrays and _computed_of(closed, [(j, y.index) for j, y in pairs]):
-                keep = options.keep_full if isinstance(options.keep_full, tuple) else ()
-                keep = (*keep, *[False] * len(args))[: len(args)]
-                warn_user(
-                    f"`{options.call}` rounds argument {i} ({type(given).__name__}) to "
-                    f"{options.compute_dtype.name}, and the function returns a new one. Values "
-                    "that change little, such as running statistics, stand still if rounded at "
-                    "each step. "
-                    f"Pass `keep_full={(*keep[:i], True, *keep[i + 1 :])}`, or `autocast=True`, "
-                    "which casts no argument. If it is meant, filter `mpx_pde.PrecisionWarning`."
-                )
-
-
-def _has_structure(structure: Any, tree: PyTree) -> bool:
-    try:
-        return jtu.tree_structure(tree) == structure
-    except ValueError:  # static fields that are arrays cannot be compared
-        return False
-
-
-def _computed_of(closed: ClosedJaxpr, pairs: Sequence[tuple[int, int]]) -> bool:
-    """Returns whether each result in `pairs`, which holds positions of operands and results,
-    depends on its operand and has its shape, and whether any result is more than its operand cast.
-    """
-    if any(closed.in_avals[i].shape != closed.out_avals[j].shape for i, j in pairs):
-        return False
-    flat = flatten(closed, forward_mode=False)
-    same: dict[Any, int] = {k: k for k in flat.inputs}
-    for step in flat.steps:
-        if step.name == "convert_element_type":
-            same.update((step.outputs[0], same[x]) for x in step.variables if x in same)
-    found = [(flat.inputs[i], flat.outputs[j]) for i, j in pairs]
-    results = [(k, x) for k, x in found if x in dependent(flat, [k])]
-    return len(results) == len(found) and any(same.get(x) != k for k, x in results)
-
-
-def _check_scales_anything(call: str, closed: ClosedJaxpr) -> None:
-    """Issues a warning if a derivative scaling scales nothing in a traced program."""
-    if not contains(closed, {tap_p.name}):
-        warn_user(
-            f"`{call}` got a `Scaling`, but the loss takes no derivative by the `derivatives` that "
-            "it receives, so nothing in it is scaled or counted. Pass them on: "
-            "`mpx_pde.partials(..., scaling=derivatives)`. A loss without derivatives takes a loss "
-            "scaling alone, such as `scaling.loss`."
-        )
-
-
-def _check_sums(options: Options, closed: ClosedJaxpr) -> None:
-    """Issues a warning if a traced program has sums in half precision that stand still."""
-    if sums := [x for x in long_sums(closed) if x.stagnates()]:
-        others = ["`forward='float32'`", "`autocast=True`"]
-        others = others[: 2 - options.in_full - (options.autocast is not None)]
-        others = f", or pass {' or '.join(others)}" if others and not options.in_full else ""
-        warn_user(
-            f"`{options.call}`: {describe_sums(sums)}{others}. If it is meant, filter "
-            "`mpx_pde.PrecisionWarning`."
-        )
-
-
-def _check_phases(options: Options, closed: ClosedJaxpr) -> None:
-    """Issues a warning if a traced program takes exponentials of complex numbers whose phases were
-    rounded.
-    """
-    if options.casts and (line := rounded_phase(closed)) is not None:
-        digits = jnp.finfo(options.compute_dtype).nmant + 1
-        warn_user(
-            f"`{options.call}`: {line} takes an exponential of complex numbers whose parts were "
-            f"rounded to {options.compute_dtype.name}: 2^-{digits} of a phase, of which only the "
-            "rest modulo 2π counts. Keep these parameters in float32 by "
-            "`keep_full` or `mpx_pde.FullPrecision`, or pass `autocast=True` or "
-            "`forward='float32'`. If it is meant, filter `mpx_pde.PrecisionWarning`."
-        )
-
-
-def transformed(call: str, run: Callable, func: Any, scaling: Any, *given: Any) -> Callable:
+def transformed(call: str, run: Callable, func: Any, scaling: Any, **options: Any) -> Callable:
     """Builds the function that the public transformation `call` returns. `run` is passed to
-    [`Transformed`][], and `given` are the arguments of [`parse_options`][].
+    [`Transformed`][], and `options` are those of [`Gradient.of`][].
     """
-    gradient = Gradient.of(func, scaling, parse_options(call, *given))
-    return eqx.module_update_wrapper(Transformed(gradient, run))
+    return eqx.module_update_wrapper(Transformed(Gradient.of(call, func, scaling, **options), run))
 
 
 class Transformed(eqx.Module):
@@ -490,11 +372,11 @@ class Transformed(eqx.Module):
 
     @property
     def is_mixed_precision(self) -> bool:
-        return self.gradient.options.use_mixed_precision
+        return self.gradient.mode.scales
 
     @property
     def is_autocast(self) -> bool:
-        return self.is_mixed_precision and self.gradient.options.autocast is not None
+        return self.gradient.mode.is_autocast
 
     @property
     def scales_its_loss(self) -> bool:
@@ -511,37 +393,22 @@ class Transformed(eqx.Module):
         return signature.replace(parameters=parameters)
 
     def __call__(self, /, *args, **kwargs):
-        self.gradient.options.check_called_with(args)
-        self.gradient.check_unmapped()
-        # The caller needs the old `eqx.nn.State` to roll back to.
-        args, kwargs = copied((args, kwargs))
-        return self.gradient.options.in_context(lambda: self._run(args, kwargs))
+        gradient = self.gradient
+        with named(gradient.call):
+            gradient.check_called_with(args)
+            gradient.check_unmapped()
+            # The caller needs the old `eqx.nn.State` to roll back to.
+            args, kwargs = copied((args, kwargs))
+            with gradient.mode.context():
+                return self._run(args, kwargs)
 
     def _run(self, args: tuple, kwargs: dict) -> Any:
-        gradient, options = self.gradient, self.gradient.options
+        gradient, mode = self.gradient, self.gradient.mode
         everything = gradient, args, kwargs
         # There is no program to look at when the function runs eagerly.
-        if not options.in_half or not traced(everything):
+        if not mode.in_half or not traced(everything):
             return self.run(*everything)
-        advice = OF_CASTS if options.autocast is None else OF_AUTOCAST
-        advice = OF_FORWARDS if options.in_full else advice
-        least = LEAST_IN_FULL if options.in_full else 0.5
-        # A user who names what stays in float32 gets no warning about it.
-        without = None
-        if options.autocast:
-            no_overrides = dataclasses.replace(options, autocast=())
-            without = dataclasses.replace(gradient, options=no_overrides), args, kwargs
-        asked_for = options.call, options.compute_dtype
-
-        def look(closed, *traced):
-            _check_sums(options, closed)
-            _check_phases(options, closed)
-            if gradient.derivatives is not None and gradient.derivatives.active:
-                _check_scales_anything(options.call, closed)
-            if options.has_aux and options.casts:
-                _check_states(options, args, closed, *traced)
-
-        return checked(self.run, everything, *asked_for, advice, without, least, look=look)
+        return shown(self.run, everything, ft.partial(diagnose, self.run, everything))
 
     def __get__(self, instance: Any, owner: Any = None):
         return self if instance is None else eqx.Partial(self, instance)

@@ -17,7 +17,8 @@ from .._tree import with_fields
 from .._types import ForwardLike, PolicyLike, PyTree
 from ..derivatives import DerivativeScaling, Scaling, telemetry
 from ..derivatives._rules import SMALLEST_NORMAL
-from ..interpret._precision_report import warn_user
+from ..interpret._warnings import warn_user
+from ..modes._choice import mode_at
 from ._gradient import Gradient, check_eager, copied, transformed
 from ._norms import minus, norm
 from ._options import refuses_argnums
@@ -95,8 +96,18 @@ def initial_scaling(
     and `jax.shard_map`, since it looks at values (arrays may be sharded); `ValueError` where the
     gradient is finite at no scale, or the error of `equinox.error_if` that no scale prevents.
     """
-    given = use_mixed_precision, policy, keep_full, autocast, forward
-    return transformed(_CALL, _run, func, scaling, has_aux, *given)
+    return transformed(
+        _CALL,
+        _run,
+        func,
+        scaling,
+        has_aux=has_aux,
+        use_mixed_precision=use_mixed_precision,
+        policy=policy,
+        keep_full=keep_full,
+        autocast=autocast,
+        forward=forward,
+    )
 
 
 class NoScaleError(ValueError):
@@ -149,8 +160,7 @@ def _vanished(grads: PyTree, gradient: Gradient, args: tuple, kwargs: dict) -> l
     zero = [path for path, is_zero in _zeros(grads).items() if is_zero]
     if not zero:
         return []
-    options = dataclasses.replace(gradient.options, use_mixed_precision=False)
-    full = dataclasses.replace(gradient, options=options)
+    full = dataclasses.replace(gradient, mode=mode_at("full", gradient.mode))
     try:
         really = _zeros(_evaluate(full, *copied((args, kwargs))).grads)
     except (TypeError, ValueError):  # such as a loop that begins with a half
@@ -159,9 +169,9 @@ def _vanished(grads: PyTree, gradient: Gradient, args: tuple, kwargs: dict) -> l
 
 
 def _run(gradient: Gradient, args: tuple, kwargs: dict) -> Any:
-    options, start = gradient.options, gradient.scaling
-    check_eager((gradient, args, kwargs), _CALL)
-    float16 = options.use_mixed_precision and options.compute_dtype == jnp.float16
+    mode, start = gradient.mode, gradient.scaling
+    check_eager((gradient, args, kwargs))
+    float16 = mode.scales and mode.dtype == jnp.float16
     if not float16 or not isinstance(start, DynamicLossScaling | Scaling):
         return start
 
@@ -181,7 +191,7 @@ def _run(gradient: Gradient, args: tuple, kwargs: dict) -> Any:
                 adjusted = with_fields(adjusted, derivatives=lower)
             return _Evaluated(jnp.array(True), adjusted, jnp.array(False), None)
 
-    cap = default_cap(options.precisions, options.compute_dtype)
+    cap = default_cap(mode.forward, mode.dtype)
     try:
         exponents, found = _found(start, evaluate, cap)
     except NoScaleError as error:

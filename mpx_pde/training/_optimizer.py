@@ -21,12 +21,7 @@ from .._repr import in_a_line
 from .._tree import check_flag, check_same_structure, first_difference, is_key, select_tree
 from .._types import BoolLike, MasterLike, PyTree
 from ..interpret._flat import flatten
-from ..interpret._precision_report import (
-    tensorfloat32_by_default,
-    traced,
-    warn_of_tensorfloat32,
-    warn_user,
-)
+from ..interpret._warnings import tensorfloat32_by_default, traced, warn_of_tensorfloat32, warn_user
 from ._masters import Noise, applied, parse_master
 
 

@@ -1,0 +1,31 @@
+"""Records derivatives in float16 that are taken without a scaling."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+
+_UNSCALED = 2
+"""The lowest order of derivatives that are reported if they are in float16 without scaling. First
+derivatives are about as large as the gradients, for which a loss scale suffices."""
+
+_unscaled: ContextVar[dict[str, int] | None] = ContextVar("unscaled_derivatives", default=None)
+
+
+@contextmanager
+def noting_unscaled() -> Iterator[dict[str, int]]:
+    """Yields the calls in its context that take unscaled derivatives in float16 of order
+    `_UNSCALED` or higher, each with its highest order."""
+    found: dict[str, int] = {}
+    token = _unscaled.set(found)
+    try:
+        yield found
+    finally:
+        _unscaled.reset(token)
+
+
+def note_unscaled(call: str, order: int) -> None:
+    """Records that `call` takes unscaled derivatives in float16, up to `order`."""
+    found = _unscaled.get()
+    if found is not None and order >= _UNSCALED:
+        found[call] = max(order, found.get(call, 0))
