@@ -10,16 +10,24 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 from jax import lax
+from jax.extend.core import Literal
 from jaxtyping import Array, Inexact
 
 from .._cast import widen
 from .._dtypes import FLOAT16_MAX, matmul_precision
 from .._forward import Forward, present_forward
 from ..engine import Equation, Index, make_plan, propagate, sum_key
+from ..interpret import _tables as tables
+from ..interpret._jaxpr import bodies_of, equations_in
 from ..interpret._marks import marked
-from ..interpret._precision_report import tensorfloat32_by_default, warn_of_tensorfloat32
+from ..interpret._precision_report import (
+    tensorfloat32_by_default,
+    warn_of_tensorfloat32,
+    warn_user,
+)
 from ._checks import Term, as_network, check_distinct, check_factor, check_point
 from ._probe import tap
 from ._scaling import DerivativeScaling
@@ -120,6 +128,52 @@ class Direction(NamedTuple):
 def _leads_to(index: Index, higher: Index) -> bool:
     """Returns whether `index` is a derivative on the way to `higher`, or is the same."""
     return not Counter(index) - Counter(higher)
+
+
+class Terms(dict):
+    """The dict of terms that [`Evaluation`][] returns. A name that is not in it raises an error
+    that says how to ask for it."""
+
+    def __missing__(self, name: Any) -> Any:
+        raise KeyError(
+            f"The term {name!r} was not asked for: there are {', '.join(map(repr, self))}. Add it "
+            "to the list of terms, as in `mpx_pde.partials(model, ['u', 'u_xx'], ...)`."
+        )
+
+
+def _flattened(terms: Terms) -> tuple[tuple, tuple]:
+    names = tuple(sorted(terms))
+    return tuple((jtu.DictKey(name), terms[name]) for name in names), names
+
+
+jtu.register_pytree_with_keys(
+    Terms, _flattened, lambda names, values: Terms(zip(names, values, strict=True))
+)
+
+
+_PIECEWISE = {"relu", "relu6", "leaky_relu", "hard_tanh", "hard_sigmoid", "max", "min", "abs"}
+"""Activations (by the names of JAX's functions) and primitives without a second derivative."""
+
+_STRAIGHT = (
+    tables.LINEAR | tables.PRODUCTS | tables.SELECTIONS | tables.CONSTANT | tables.CONTAINERS
+)
+
+
+def _piecewise(network: Callable, point: Array) -> tuple[str | None, bool]:
+    """Returns the name of the first piecewise linear function in a network, or `None`, and whether
+    everything else in the network is linear."""
+    named, others = [], False
+    for eqn in equations_in(jax.make_jaxpr(network)(point)):
+        primitive, own = eqn.primitive.name, eqn.params.get("name")
+        named += [name for name in (own, primitive) if name in _PIECEWISE]
+        if primitive == "mul":
+            others |= not any(isinstance(x, Literal) for x in eqn.invars)
+        elif primitive == "custom_jvp_call":
+            inner = {x.params.get("name") for body in bodies_of(eqn) for x in body.jaxpr.eqns}
+            others |= inner.isdisjoint(_PIECEWISE)
+        elif primitive not in _STRAIGHT:
+            others |= primitive not in _PIECEWISE
+    return (named[0] if named else None), not others
 
 
 class Evaluation:
@@ -294,7 +348,7 @@ class Evaluation:
         seeds, weights = self._seeds(point.dtype), self._weights(point)
         return propagate(network, point, self._plan, seeds, weights, self._scales, note)
 
-    def __call__(self, point: Any, *others: Any) -> dict[str, Inexact[Array, ""]]:
+    def __call__(self, point: Any, *others: Any) -> "Terms":
         """**Arguments:**
 
         - `point`: the coordinates, shape `[coords]`.
@@ -308,6 +362,7 @@ class Evaluation:
         if _multiplies_tensorfloat32() and value.dtype != jnp.float64:
             warn_of_tensorfloat32(self._call, "derivative terms")
         blamed = self._blamed(lost)
+        self._warn_of_no_curvature(point, streams)
         zero, streams = jnp.zeros_like(value), {**streams, (): value}
         found = {x.name: streams.get(x.key, zero)[x.output] for x in self._asked}
         beyond = {name: blamed[key] for name, key, *_ in self._asked if key in blamed}
@@ -315,7 +370,25 @@ class Evaluation:
         for k in range(max((len(asked.rows) for asked in self._asked), default=0)):
             counted = {name: rows[k] for name, _, _, rows in self._asked if len(rows) > k}
             found |= self._counted(found, counted, beyond)
-        return marked(found)
+        return Terms(marked(found))
+
+    def _warn_of_no_curvature(self, point: Any, streams: dict) -> None:
+        """Issues a warning if derivatives of order 2 or higher vanish everywhere, and the network
+        has an activation without a second derivative."""
+        orders = {i: len(i) for i in self._plan.asked}
+        orders |= {sum_key(k): max(map(len, s)) for k, s in enumerate(self._plan.sums)}
+        higher = [x for x in self._asked if orders[x.key] > 1]
+        if not higher:
+            return
+        name, alone = _piecewise(self._fun, widen(jnp.asarray(point)))
+        gone = [x.name for x in higher if alone or x.key not in streams]
+        if name and gone:
+            warn_user(
+                f"`{self._call}`: {', '.join(gone)} of this network is zero everywhere, because "
+                f"`{name}` is piecewise linear and has no second derivative. Take a smooth "
+                "activation, such as `jnp.tanh`, `jax.nn.gelu` or `jnp.sin`.",
+                UserWarning,
+            )
 
     def _blamed(self, lost: dict[Index, Array]) -> dict[Index, Array]:
         """Returns for requested derivatives whether streams overflowed where they are kept for the

@@ -18,7 +18,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._dtypes import matmul_precision
 from .._repr import table
-from .._wrapper import check_callable
+from .._wrapper import check_callable, says_how
 from ._jaxpr import aval_of, trace_arrays
 from ._lines import INSIDE, installed
 from ._products import Counter, ProductRow
@@ -146,6 +146,10 @@ def report_of(closed: ClosedJaxpr) -> PrecisionReport:
     return PrecisionReport(tuple(rows), tuple(counter.loops), width, counter.kept)
 
 
+@says_how(
+    "`mpx_pde.precision_report(mpx_pde.filter_grad(loss, scaling))(model, batch)`: the arguments of "
+    "the gradient belong to what it returns."
+)
 def precision_report(fun: Callable) -> Callable[..., PrecisionReport]:
     """Reports the products of a function by dtype, by work and by line.
 
@@ -328,14 +332,14 @@ def _warning(report: PrecisionReport, call: str, dtype: np.dtype, advice: str, i
     )
 
 
-def warn_user(text: str) -> None:
+def warn_user(text: str, category: type[Warning] = PrecisionWarning) -> None:
     """Issues a warning at the line of the user's code, from any depth below it."""
     frame = sys._getframe(1)
     while frame.f_back is not None and installed(frame.f_code.co_filename):
         frame = frame.f_back
     warnings.warn_explicit(
         text,
-        PrecisionWarning,
+        category,
         frame.f_code.co_filename,
         frame.f_lineno,
         registry=frame.f_globals.setdefault("__warningregistry__", {}),

@@ -14,7 +14,7 @@ from .._cast import widen
 from .._dtypes import as_half_dtype, half_precision_datatype
 from .._loss_scaling import AbstractLossScaling
 from .._types import DTypeLike
-from .._wrapper import check_callable
+from .._wrapper import check_callable, says_how
 from ..interpret._jaxpr import trace_arrays
 from ..interpret._lines import Site, definition_of
 from ..interpret._precision_report import PrecisionWarning
@@ -109,6 +109,10 @@ def _said(fun: Any, name: str) -> bool | None:
     return any(said) if said else None
 
 
+@says_how(
+    "`mpx_pde.range_report(mpx_pde.filter_grad(loss, scaling))(model, batch)`: the arguments of the "
+    "gradient belong to what it returns."
+)
 def range_report(fun: Callable[..., Any]) -> Callable[..., RangeReport]:
     """Runs a function once in float32, and reports the effect of half precision on its values.
 
@@ -164,6 +168,10 @@ def range_report(fun: Callable[..., Any]) -> Callable[..., RangeReport]:
     return report
 
 
+@says_how(
+    "`mpx_pde.explain_nonfinite(mpx_pde.filter_grad(loss, scaling))(model, batch)`: the arguments of "
+    "the gradient belong to what it returns."
+)
 def explain_nonfinite(
     fun: Callable[..., Any], dtype: DTypeLike | None = None
 ) -> Callable[..., str]:

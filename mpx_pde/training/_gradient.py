@@ -488,6 +488,15 @@ class Transformed(eqx.Module):
     def __wrapped__(self):
         return self.gradient.func
 
+    def __repr__(self) -> str:
+        # `jax.jit` shows this when it is given the model, which is more than arrays.
+        call, func = self.gradient.options.call, self.gradient.func
+        name = getattr(func, "__name__", type(func).__name__)
+        return (
+            f"<mpx_pde.{call}({name}, ...); compile it by `eqx.filter_jit`, since `jax.jit` takes "
+            "only models that are arrays throughout>"
+        )
+
     @property
     def is_mixed_precision(self) -> bool:
         return self.gradient.options.use_mixed_precision

@@ -20,6 +20,7 @@ from .._dtypes import is_half
 from .._repr import in_a_line
 from .._tree import check_flag, check_same_structure, first_difference, is_key, select_tree
 from .._types import BoolLike, MasterLike, PyTree
+from .._wrapper import says_how
 from ..interpret._flat import flatten
 from ..interpret._precision_report import (
     tensorfloat32_by_default,
@@ -232,6 +233,9 @@ def _like(new: PyTree, old: PyTree) -> PyTree:
     return jtu.tree_map(cast, new, old)
 
 
+@says_how(
+    "`model, opt_state = mpx_pde.optimizer_update(model, optimizer, opt_state, grads, grads_finite)`."
+)
 def optimizer_update(
     model: PyTree,
     optimizer: optax.GradientTransformation | optax.MultiSteps,

@@ -2,6 +2,7 @@
 training with such options does."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, TypeVar, cast
@@ -25,6 +26,7 @@ from .._dtypes import (
 from .._forward import Forward, check_forward
 from .._repr import in_a_line
 from .._types import AxisName, ForwardLike, PolicyLike, PyTree
+from .._wrapper import check_bound
 from ..autocast import parse_patterns
 
 
@@ -161,13 +163,22 @@ _Function = TypeVar("_Function", bound=Callable)
 
 
 def refuses_argnums(transformation: _Function) -> _Function:
-    """Makes a gradient transformation raise a `TypeError` with the code to write for `argnums`."""
+    """Makes a gradient transformation raise a `TypeError` with the code to write for `argnums`, and
+    for arguments that are missing."""
     call = transformation.__name__
+    parameters = inspect.signature(transformation).parameters.values()
+    needed = ["loss", *[x.name for x in parameters if x.default is x.empty][1:]]
+    example = (
+        f"`mpx_pde.{call}({', '.join(needed)})(model, batch)`, with `scaling = "
+        "mpx_pde.DynamicLossScaling()`, or `mpx_pde.Scaling(derivatives=...)` for a loss that takes "
+        "derivatives of the network."
+    )
 
     @wraps(transformation)
     def checked(*args: Any, **kwargs: Any) -> Any:
         argnums = kwargs.pop("argnums", None)
         if argnums is None or argnums == 0:
+            check_bound(transformation, example, args, kwargs)
             return transformation(*args, **kwargs)
         moved, given, first = _moved(argnums)
         raise TypeError(
