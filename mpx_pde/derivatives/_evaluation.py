@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import CellType
 from typing import Any, NamedTuple
 
 import jax
@@ -13,15 +14,12 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal
-from jaxtyping import Array, Inexact
+from jaxtyping import Array
 
 from .._cast import widen
 from .._dtypes import FLOAT16_MAX, matmul_precision
 from .._forward import Forward, present_forward
 from ..engine import Equation, Index, make_plan, propagate, sum_key
-from ..interpret import _tables as tables
-from ..interpret._jaxpr import bodies_of, equations_in
 from ..interpret._marks import marked
 from ..interpret._precision_report import (
     tensorfloat32_by_default,
@@ -151,29 +149,18 @@ jtu.register_pytree_with_keys(
 )
 
 
-_PIECEWISE = {"relu", "relu6", "leaky_relu", "hard_tanh", "hard_sigmoid", "max", "min", "abs"}
-"""Activations (by the names of JAX's functions) and primitives without a second derivative."""
-
-_STRAIGHT = (
-    tables.LINEAR | tables.PRODUCTS | tables.SELECTIONS | tables.CONSTANT | tables.CONTAINERS
-)
+_PIECEWISE = {"relu", "relu6", "leaky_relu", "hard_tanh", "hard_sigmoid"}
+"""Activations of JAX without a second derivative."""
 
 
-def _piecewise(network: Callable, point: Array) -> tuple[str | None, bool]:
-    """Returns the name of the first piecewise linear function in a network, or `None`, and whether
-    everything else in the network is linear."""
-    named, others = [], False
-    for eqn in equations_in(jax.make_jaxpr(network)(point)):
-        primitive, own = eqn.primitive.name, eqn.params.get("name")
-        named += [name for name in (own, primitive) if name in _PIECEWISE]
-        if primitive == "mul":
-            others |= not any(isinstance(x, Literal) for x in eqn.invars)
-        elif primitive == "custom_jvp_call":
-            inner = {x.params.get("name") for body in bodies_of(eqn) for x in body.jaxpr.eqns}
-            others |= inner.isdisjoint(_PIECEWISE)
-        elif primitive not in _STRAIGHT:
-            others |= primitive not in _PIECEWISE
-    return (named[0] if named else None), not others
+def _piecewise(fun: Callable) -> str | None:
+    """Returns the name of an activation without a second derivative if a network, or one in the
+    closure of `fun`, holds no other one by name."""
+    cells = [c for c in getattr(fun, "__closure__", None) or () if c != CellType()]  # not empty
+    held = jtu.tree_leaves((fun, [cell.cell_contents for cell in cells]))
+    names = {getattr(x, "__name__", "<lambda>") for x in held if callable(x) and x is not fun}
+    named = sorted(names - {"<lambda>"})
+    return named[0] if named and _PIECEWISE.issuperset(named) else None
 
 
 class Evaluation:
@@ -362,7 +349,7 @@ class Evaluation:
         if _multiplies_tensorfloat32() and value.dtype != jnp.float64:
             warn_of_tensorfloat32(self._call, "derivative terms")
         blamed = self._blamed(lost)
-        self._warn_of_no_curvature(point, streams)
+        self._warn_of_no_curvature()
         zero, streams = jnp.zeros_like(value), {**streams, (): value}
         found = {x.name: streams.get(x.key, zero)[x.output] for x in self._asked}
         beyond = {name: blamed[key] for name, key, *_ in self._asked if key in blamed}
@@ -372,21 +359,18 @@ class Evaluation:
             found |= self._counted(found, counted, beyond)
         return Terms(marked(found))
 
-    def _warn_of_no_curvature(self, point: Any, streams: dict) -> None:
-        """Issues a warning if derivatives of order 2 or higher vanish everywhere, and the network
-        has an activation without a second derivative."""
+    def _warn_of_no_curvature(self) -> None:
+        """Issues a warning if derivatives of order 2 or higher are asked of a network whose
+        activation has none."""
         orders = {i: len(i) for i in self._plan.asked}
         orders |= {sum_key(k): max(map(len, s)) for k, s in enumerate(self._plan.sums)}
-        higher = [x for x in self._asked if orders[x.key] > 1]
-        if not higher:
-            return
-        name, alone = _piecewise(self._fun, widen(jnp.asarray(point)))
-        gone = [x.name for x in higher if alone or x.key not in streams]
-        if name and gone:
+        higher = [x.name for x in self._asked if orders[x.key] > 1]
+        name = _piecewise(self._fun) if higher else None
+        if name is not None:
             warn_user(
-                f"`{self._call}`: {', '.join(gone)} of this network is zero everywhere, because "
-                f"`{name}` is piecewise linear and has no second derivative. Take a smooth "
-                "activation, such as `jnp.tanh`, `jax.nn.gelu` or `jnp.sin`.",
+                f"`{self._call}`: {', '.join(higher)} of this network is zero, because its "
+                f"activation `{name}` is piecewise linear and has no second derivative. Take a "
+                "smooth one, such as `jnp.tanh`, `jax.nn.gelu` or `jnp.sin`.",
                 UserWarning,
             )
 

@@ -147,8 +147,8 @@ def report_of(closed: ClosedJaxpr) -> PrecisionReport:
 
 
 @says_how(
-    "`mpx_pde.precision_report(mpx_pde.filter_grad(loss, scaling))(model, batch)`: the arguments of "
-    "the gradient belong to what it returns."
+    "`mpx_pde.precision_report(mpx_pde.filter_grad(loss, scaling))(model, batch)`: the arguments "
+    "of the gradient belong to what it returns."
 )
 def precision_report(fun: Callable) -> Callable[..., PrecisionReport]:
     """Reports the products of a function by dtype, by work and by line.

@@ -1,5 +1,7 @@
 """The public functions `range_report` and `explain_nonfinite`."""
 
+import contextlib
+import dataclasses
 import functools as ft
 import warnings
 from collections.abc import Callable
@@ -110,8 +112,8 @@ def _said(fun: Any, name: str) -> bool | None:
 
 
 @says_how(
-    "`mpx_pde.range_report(mpx_pde.filter_grad(loss, scaling))(model, batch)`: the arguments of the "
-    "gradient belong to what it returns."
+    "`mpx_pde.range_report(mpx_pde.filter_grad(loss, scaling))(model, batch)`: the arguments "
+    "of the gradient belong to what it returns."
 )
 def range_report(fun: Callable[..., Any]) -> Callable[..., RangeReport]:
     """Runs a function once in float32, and reports the effect of half precision on its values.
@@ -169,8 +171,8 @@ def range_report(fun: Callable[..., Any]) -> Callable[..., RangeReport]:
 
 
 @says_how(
-    "`mpx_pde.explain_nonfinite(mpx_pde.filter_grad(loss, scaling))(model, batch)`: the arguments of "
-    "the gradient belong to what it returns."
+    "`mpx_pde.explain_nonfinite(mpx_pde.filter_grad(loss, scaling))(model, batch)`: the arguments "
+    "of the gradient belong to what it returns."
 )
 def explain_nonfinite(
     fun: Callable[..., Any], dtype: DTypeLike | None = None
@@ -209,6 +211,23 @@ def explain_nonfinite(
     @ft.wraps(fun, updated=())
     def explained(*args: Any, **kwargs: Any) -> str:
         report = range_report(fun)(*args, **kwargs)
-        return explain(report, name or half_precision_datatype().name)
+        full = None
+        if report.first_nonfinite is not None and (gradient := _in_full(fun)) is not None:
+            # Without halves a loss may accept less: a loop that begins with a half, a `jmp` policy.
+            with contextlib.suppress(TypeError, ValueError):
+                full = range_report(gradient)(*args, **kwargs)
+        return explain(report, name or half_precision_datatype().name, full)
 
     return explained
+
+
+def _in_full(fun: Any) -> Any:
+    """Returns the gradient transformation that `fun` is or wraps, without mixed precision, or
+    `None` if there is none."""
+    while fun is not None and not hasattr(fun, "gradient"):
+        fun = getattr(fun, "__wrapped__", None)
+    if fun is None or not _said(fun, "is_mixed_precision"):
+        return None
+    gradient = fun.gradient
+    options = dataclasses.replace(gradient.options, use_mixed_precision=False)
+    return dataclasses.replace(fun, gradient=dataclasses.replace(gradient, options=options))

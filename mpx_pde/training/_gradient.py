@@ -493,8 +493,8 @@ class Transformed(eqx.Module):
         call, func = self.gradient.options.call, self.gradient.func
         name = getattr(func, "__name__", type(func).__name__)
         return (
-            f"<mpx_pde.{call}({name}, ...); compile it by `eqx.filter_jit`, since `jax.jit` takes "
-            "only models that are arrays throughout>"
+            f"<mpx_pde.{call}({name}, ...); compile it by `eqx.filter_jit`, which takes models "
+            "that are not only arrays>"
         )
 
     @property

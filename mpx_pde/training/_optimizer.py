@@ -234,7 +234,8 @@ def _like(new: PyTree, old: PyTree) -> PyTree:
 
 
 @says_how(
-    "`model, opt_state = mpx_pde.optimizer_update(model, optimizer, opt_state, grads, grads_finite)`."
+    "`model, opt_state = "
+    "mpx_pde.optimizer_update(model, optimizer, opt_state, grads, grads_finite)`."
 )
 def optimizer_update(
     model: PyTree,

@@ -170,8 +170,8 @@ def refuses_argnums(transformation: _Function) -> _Function:
     needed = ["loss", *[x.name for x in parameters if x.default is x.empty][1:]]
     example = (
         f"`mpx_pde.{call}({', '.join(needed)})(model, batch)`, with `scaling = "
-        "mpx_pde.DynamicLossScaling()`, or `mpx_pde.Scaling(derivatives=...)` for a loss that takes "
-        "derivatives of the network."
+        "mpx_pde.DynamicLossScaling()`, or `mpx_pde.Scaling(derivatives=...)` for a loss that "
+        "takes derivatives of the network."
     )
 
     @wraps(transformation)

@@ -105,24 +105,22 @@ def test_one_term_may_be_a_name_alone():
 def test_a_term_that_was_not_asked_for_is_told():
     terms = mpx.partials(jnp.prod, ["u_x", "u_t"], coords="xt", outputs="u")
     for d in (terms(jnp.ones(2)), jax.jit(jax.vmap(terms))(jnp.ones((3, 2)))):
-        with pytest.raises(
-            KeyError, match=r"'u' was not asked for: there are 'u_\w', 'u_\w'\. Add"
-        ):
+        with pytest.raises(KeyError, match=r"'u' was not asked for: there are 'u_\w', 'u"):
             d["u"]
     assert {**d, "u": 1}.keys() == {"u", "u_x", "u_t"}
 
 
-@pytest.mark.parametrize("name", ["relu", "relu6", "leaky_relu", "hard_tanh", "max", "abs"])
+@pytest.mark.parametrize("name", ["relu", "leaky_relu", "hard_tanh"])
 def test_second_derivatives_of_a_piecewise_linear_network_are_told(name):
-    activation = {"max": lambda x: jnp.maximum(x, 0.0), "abs": jnp.abs}.get(name)
-    activation = activation or getattr(jax.nn, name)
     options = {"coords": "xy", "outputs": "u"}
-    model = eqx.nn.MLP(2, "scalar", 8, 2, activation=activation, key=jax.random.key(0))
-    with pytest.warns(UserWarning, match=f"u_xx of this network is zero .* `{name}` is piecewise"):
-        d = mpx.partials(model, ["u", "u_xx"], **options)(jnp.ones(2))
-    assert d["u_xx"] == 0
-    mpx.partials(model, ["u_x"], **options)(jnp.ones(2))  # warnings are errors
-    smooth = lambda p: jnp.tanh(model(p)) * p[0]
-    assert mpx.partials(smooth, ["u_xx"], **options)(jnp.ones(2))["u_xx"] != 0
-    # A product is linear in each coordinate, without any activation.
-    assert mpx.partials(jnp.prod, ["u_xx"], **options)(jnp.ones(2))["u_xx"] == 0
+    network = lambda activation: eqx.nn.MLP(
+        2, "scalar", 8, 2, activation=activation, key=jax.random.key(0)
+    )
+    model = network(getattr(jax.nn, name))
+    for fun in (model, lambda p: model(p)):
+        with pytest.warns(UserWarning, match=f"u_xx of this network is zero.*`{name}` is piece"):
+            d = mpx.partials(fun, ["u", "u_xx"], **options)(jnp.ones(2))
+        assert d["u_xx"] == 0
+    # Warnings are errors.
+    mpx.partials(model, ["u_x"], **options)(jnp.ones(2))
+    assert mpx.partials(network(jnp.tanh), ["u_xx"], **options)(jnp.ones(2))["u_xx"] != 0
