@@ -99,6 +99,8 @@ class Advice:
     - `examples`: the number of examples in the batch, if that is known.
     - `closed_over`: the floating-point arrays that the loss closes over, such as
         `"float32[256, 2]"`. No cast reaches them.
+    - `call_on_gpu`: on a CPU that recommends float32, the code of the first precision that is
+        accurate enough, to try on a GPU; else empty.
     """
 
     rows: tuple[Advised, ...]
@@ -108,6 +110,7 @@ class Advice:
     reference: str
     examples: int | None
     closed_over: tuple[str, ...] = ()
+    call_on_gpu: str = ""
 
     def __str__(self) -> str:
         head = ("", "memory", "an example more", "loss off by", "gradient off by")
@@ -127,7 +130,10 @@ class Advice:
                 f"The smallest dimension of the largest product is {self.width}: half precision "
                 "saves memory, hardly time."
             )
-        return "\n".join([*lines, f"Take {self.choice.name}:", indent(self.call, "    ")])
+        lines += [f"Take {self.choice.name}:", indent(self.call, "    ")]
+        if self.call_on_gpu:
+            lines += ["On a GPU, where it saves memory:", indent(self.call_on_gpu, "    ")]
+        return "\n".join(lines)
 
 
 def _cells(row: Advised) -> tuple[str, ...]:
@@ -234,10 +240,14 @@ def _advice(task: tuple, given: dict[str, Any], args: tuple, kwargs: dict, start
     least = min(good, key=lambda row: row.memory, default=rows[0])
     choice = least if least.memory <= _GAIN * rows[0].memory else rows[0]
     call = _written(choice, task[2], start)
+    on_cpu = jax.default_backend() == "cpu" and choice is rows[0]
+    other = next((row for row in good if row is not rows[0]), None) if on_cpu else None
+    on_gpu = "" if other is None else _written(other, task[2], start)
     call_loss = filter_value_and_grad(*task, **_FULL)
     closed_over = arrays_closed_over(eqx.filter_make_jaxpr(call_loss)(*args, **kwargs)[0])
     examples = _examples(args)
-    return Advice(tuple(rows), choice, call, width, reference, examples, tuple(closed_over))
+    told = width, reference, examples, tuple(closed_over), on_gpu
+    return Advice(tuple(rows), choice, call, *told)
 
 
 def _say(text: str, end: str = "") -> None:
