@@ -221,12 +221,23 @@ def _lost(report: RangeReport, name: str) -> str:
     )
 
 
+def _is_finite(report: RangeReport) -> bool:
+    return all(map(is_finite, filter(eqx.is_inexact_array, jax.tree.leaves(report.result))))
+
+
+def _skips(report: RangeReport) -> bool:
+    """Returns whether the `grads_finite` among the results of a gradient is false."""
+    flags = (x for x in jax.tree.leaves(report.result) if eqx.is_array(x) and x.dtype == bool)
+    return any(x.shape == () and not x for x in flags)
+
+
 def explain(report: RangeReport, name: str, full: RangeReport | None = None) -> str:
     """Explains a report. `full` is one of the same function without halves, if there is one."""
+    harmless = _is_finite(report)
     if full is not None and full.first_nonfinite is not None:
-        # What fails in full precision too is told as it fails there.
-        report = full
-    harmless = all(map(is_finite, filter(eqx.is_inexact_array, jax.tree.leaves(report.result))))
+        # What fails in full precision too is told as it fails there. A loss that is not finite
+        # skips the step, even if its gradient is finite and the loss itself is not returned.
+        harmless, report = harmless and not _skips(report), full
     broken = _not_finite(report, harmless)
     if broken and not harmless:
         return broken

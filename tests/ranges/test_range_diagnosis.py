@@ -475,6 +475,13 @@ def test_what_fails_in_float32_too_is_not_blamed_on_halves(options, jitted):
     assert ("holds as float16" in text) == (options == {})
 
 
+def test_a_loss_that_is_not_finite_is_told_though_its_gradient_is():
+    loss = lambda w, x: jnp.mean(jnp.log(w - 100.0 * x))
+    gradient = mpx.filter_grad(loss, mpx.DynamicLossScaling(), forward="float32")
+    text = mpx.explain_nonfinite(gradient, "float16")(jnp.ones(3), jnp.ones(3))
+    assert text.startswith("float32 itself is not finite first")
+
+
 def test_a_loss_scale_that_is_too_large_is_told_by_how_much():
     loss = lambda w, x: jnp.sum(w * x)
     run = lambda scale: mpx.filter_grad(loss, mpx.StaticLossScaling(scale))
