@@ -6,6 +6,7 @@ whether a figure is up to date without drawing it again.
 
 import hashlib
 import json
+import textwrap
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -95,7 +96,7 @@ def errors_by_step(figure: Any, data: Any, most: int | None = None) -> None:
         for name in filter(alike.__contains__, styles):
             steps, _, errors = zip(*alike[name]["curve"], strict=True)
             panel.semilogy(steps, errors, styles[name], label=labels.get(name, name))
-        panel.set_title(runs[0]["title"], fontsize="small")
+        panel.set_title(textwrap.fill(runs[0]["title"], 24), fontsize="small")
     figure.supylabel("relative L2 error, by steps", fontsize="medium")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
 

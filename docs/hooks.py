@@ -1,8 +1,9 @@
 """Links from docstrings to other projects, without downloading their inventories; the index of all
-names; and what no line may break."""
+names; what no line may break; and what leads from former pages to the present ones."""
 
 import inspect
 import re
+from importlib.metadata import version
 from operator import attrgetter
 from pathlib import Path
 
@@ -67,6 +68,43 @@ def index(folder: Path) -> str:
         title = text.split("\n", 1)[0].removeprefix("# ")
         parts.append("\n".join([f"## {title}\n", "| name | what it is |", "| --- | --- |", *rows]))
     return "\n\n".join(parts)
+
+
+MOVED = {
+    "forward": "pinns/",
+    "derivatives": "pinns/",
+    "derivative-engine": "how-it-works/#derivatives",
+    "spectral": "operators/",
+    "autocast": "operators/#autocast",
+    "jno": "other_libraries/#jno",
+    "coming_from": "other_libraries/#from-mpx",
+    "faq": "recipes/#questions",
+    "breadth": "results/#accuracy",
+    "precisions": "results/#accuracy",
+    "benchmarks": "results/",
+    "predicted": "results/#on-a-gpu",
+    "derivative-networks": "results/#derivatives-in-float32",
+    "gallery": "results/#gallery",
+}
+"""Where the content of former pages is now."""
+
+
+def on_post_build(config, **_) -> None:
+    """Leaves a page at each former address that leads to the present one."""
+    for name, target in MOVED.items():
+        page = Path(config["site_dir"]) / name / "index.html"
+        page.parent.mkdir(exist_ok=True)
+        page.write_text(
+            f'<!doctype html><meta http-equiv="refresh" content="0; url=../{target}">'
+            f'<link rel="canonical" href="../{target}"><a href="../{target}">Moved.</a>\n',
+            encoding="utf-8",
+        )
+
+
+def on_config(config):
+    """Shows the version beside the name of the site."""
+    config["site_name"] = f"mpx_pde {version('mpx_pde')}"
+    return config
 
 
 def on_page_markdown(markdown: str, page, config, **_) -> str:

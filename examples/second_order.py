@@ -81,7 +81,10 @@ def main(
 
 def arguments() -> argparse.ArgumentParser:
     options = parser(__doc__)
-    options.add_argument("--problem", choices=names(), default="burgers_1d", help="what to solve")
+    told = "what to solve, a NAME of `python -m examples.problems list`"
+    options.add_argument(
+        "--problem", choices=names(), default="burgers_1d", metavar="NAME", help=told
+    )
     options.add_argument(
         "--precision",
         choices=tuple(PRECISIONS),

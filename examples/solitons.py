@@ -91,6 +91,15 @@ def scales_of(scaling: Any) -> dict[str, float]:
     return found
 
 
+def in_words(precision: str) -> str:
+    """Returns the name of a precision in words, such as `float32 forward, float16 backward`."""
+    kind, _, rest = precision.partition("-")
+    if kind == "forward":
+        forward, _, backward = rest.rpartition("-")
+        return f"{forward} forward, {backward} backward"
+    return {"naive": f"{rest} cast by hand", "autocast": f"{rest} by autocast"}.get(kind, precision)
+
+
 def table(trainings: Sequence[Training]) -> Table:
     columns = ("precision", "error", "× float32", "skipped", "loss scale", "ms/step")
     out = Table(
@@ -102,7 +111,7 @@ def table(trainings: Sequence[Training]) -> Table:
         assert t.outcome is not None
         mixed, error = PRECISIONS[t.precision].mixed, t.outcome.error
         out.add_row(
-            t.precision,
+            in_words(t.precision),
             "none" if error is None else f"{error:.2e}",
             f"{error / base:.3g}" if error and base else "–",
             str(t.outcome.skipped) if mixed else "–",
@@ -140,7 +149,9 @@ def draw(trainings: Sequence[Training], path: Path) -> None:
     for training in trainings:
         u = values_at(training.model, points).reshape(shape)
         error = np.log10(np.abs(u - exact.reshape(shape)) + 1e-12)
-        fields.append((training.precision, error, {"cmap": "magma", "vmin": -5, "vmax": 0}))
+        fields.append(
+            (in_words(training.precision), error, {"cmap": "magma", "vmin": -5, "vmax": 0})
+        )
     for axis, (title, values, options) in zip(axes, fields, strict=True):
         image = axis.pcolormesh(t, x, values.T, **options)
         axis.set(title=title, xlabel="t", ylabel="x")
@@ -149,16 +160,18 @@ def draw(trainings: Sequence[Training], path: Path) -> None:
     losses, scales = figure.add_subplot(rows[1, :half]), figure.add_subplot(rows[1, half:])
     for training in trainings:
         steps = [step for step, *_ in training.log]
-        losses.semilogy(steps, [loss for _, loss, *_ in training.log], label=training.precision)
+        words = in_words(training.precision)
+        losses.semilogy(steps, [loss for _, loss, *_ in training.log], label=words)
         if PRECISIONS[training.precision].mixed:
             for name in training.log[0][-1]:
                 found = [np.log2(scale[name]) for *_, scale in training.log]
-                scales.step(steps, found, where="post", label=f"{training.precision}: {name}")
+                scales.step(steps, found, where="post", label=f"{words}: {name}")
     losses.set(title="loss", xlabel="step")
-    losses.legend()
+    below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16)}
+    losses.legend(**below, ncols=min(3, len(trainings)), fontsize="small")
     scales.set(title="log2 of the loss scale and of the derivative scales", xlabel="step")
     if scales.lines:
-        scales.legend(fontsize="small")
+        scales.legend(**below, ncols=2, fontsize="small")
     figure.savefig(path, dpi=120)
 
 

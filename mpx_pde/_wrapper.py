@@ -3,7 +3,8 @@
 import abc
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import equinox as eqx
 
@@ -37,6 +38,34 @@ def check_callable(fun: Any, call: str) -> None:
             f"`{call}` takes a function or a callable module, but got {in_a_line(fun)}. Pass the "
             f"arguments to what it returns, as in `{call}(fun)(*args)`."
         )
+
+
+_Function = TypeVar("_Function", bound=Callable)
+
+
+def check_bound(fun: Callable, example: str, args: tuple, kwargs: dict) -> None:
+    """Raises a `TypeError` with the code to write if a call of the public function `fun` lacks
+    arguments or has too many."""
+    try:
+        inspect.signature(fun).bind(*args, **kwargs)
+    except TypeError as error:
+        told = f"`{fun.__name__}` got arguments that do not fit: {error}. Write {example}"
+        raise TypeError(told) from None
+
+
+def says_how(example: str) -> Callable[[_Function], _Function]:
+    """Makes a public function tell in a `TypeError` how to call it: `example` is that code and
+    what else there is to say."""
+
+    def decorate(fun: _Function) -> _Function:
+        @wraps(fun)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            check_bound(fun, example, args, kwargs)
+            return fun(*args, **kwargs)
+
+        return cast(_Function, checked)
+
+    return decorate
 
 
 def unfit_signature(fun: Any, count: int) -> inspect.Signature | None:

@@ -201,6 +201,25 @@ TYPE_ERRORS = {
     "`advise` … inside of `jax.jit`": lambda: jax.jit(lambda x: advise(total)(W, x).width)(X),
     "needs a function that returns a real floating-point": lambda: advise(jnp.sin)(W),
     "differentiates with respect to the first positional": lambda: advise(total)(),
+    # Arguments that are missing, and those of another call.
+    "missing … 'scaling'. Write … DynamicLossScaling()": (
+        lambda call: getattr(mpx, call)(total),
+        ["filter_grad", "filter_value_and_grad", "initial_scaling", "line_search_value"],
+    ),
+    "`filter_accumulated_value_and_grad` … (loss, scaling, micro_batches)": lambda: (
+        mpx.filter_accumulated_value_and_grad(total)
+    ),
+    "`partials` … 'coords'. Write … coords='tx', outputs='u'": lambda: mpx.partials(net, ["u"]),
+    "`laplacian` … 'outputs'. Write": lambda: mpx.laplacian(net, coords="xy"),
+    "`linear_operator` … 'operators'. Write": lambda: mpx.linear_operator(net, coords="xy"),
+    "too many … Write … filter_grad(loss, scaling))(model, batch)": (
+        lambda call: call(GRADIENTS[0], W, X),
+        [explain, ranges, mpx.precision_report],
+    ),
+    "`optimizer_update` … Write … grads_finite)": lambda: mpx.optimizer_update(W),
+    "compile it by `eqx.filter_jit`": lambda: jax.jit(GRADIENTS[0])(
+        eqx.nn.MLP(1, 1, 1, 1, key=KEY)
+    ),
     # Casts.
     "`force_full_precision` … a function … 3": lambda: mpx.force_full_precision(3),
     "`FullPrecision` … callable layer … or one floating-point array, but got %r": (FULL, [None, 3]),
@@ -234,7 +253,7 @@ TYPE_ERRORS = {
     # Derivatives.
     "`DerivativeScaling.per_direction` … nothing in between … 'x, t'": lambda: by_axis("x, t"),
     "the coordinates … ''": lambda: partials(["u"], coords=""),
-    "list of names … 'u_x'": (lambda x: x("u_x"), [partials, DS.per_term]),
+    "list of names … got 3": (lambda x: x(3), [partials, DS.per_term]),
     "`partials` … floating-point … int32": lambda: partials(["u"])(jnp.arange(2)),
     "2 coordinates x, y, but got 2 arguments … stack": lambda: partials(["u"])(1.0, 2.0),
     "2 coordinates x, y, but got {'x': 1.0} … stack": lambda: partials(["u"])({"x": 1.0}),

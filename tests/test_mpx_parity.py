@@ -145,7 +145,7 @@ def test_the_training_of_mpxs_readme(standard_promotion):
     np.testing.assert_allclose(moves, full[: len(moves)], rtol=TOLERANCES["float16"])
 
 
-# --- Deliberate differences from MPX's own tests: the table in docs/coming_from.md ----------------
+# --- Deliberate differences from MPX's own tests: the table in docs/other_libraries.md ------------
 
 
 def test_a_scale_above_the_range_of_float16_is_kept():

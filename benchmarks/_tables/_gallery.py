@@ -27,7 +27,7 @@ def entry(training: dict[str, Any]) -> str:
     of = " of a rollout" if "rollout" in training["errors"] else several
     error = f"{training['error']:.1e}{beside(judged_by(training))}"
     lines = [
-        f"### {title}",
+        f"#### {title}",
         equation(name),
         f"![reference, prediction, error](figures/gallery/{name}.webp)",
         f"{shown}Error{of}: {error}, {training['steps']:,} steps. "
@@ -42,5 +42,5 @@ def gallery(data: Result | None = None) -> str:
     for family, heading in FAMILIES.items():
         found = [t for t in data["trainings"] if t["family"] == family]
         if found:
-            parts += [f"## {heading}", *map(entry, found)]
+            parts += [f"### {heading}", *map(entry, found)]
     return "\n\n".join([*parts, f"{taken(data).capitalize()}."]) + "\n"

@@ -3,8 +3,10 @@
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -74,14 +76,71 @@ def train(name: str, problem: Problem, args: argparse.Namespace) -> None:
         for seed in args.seeds:
             wanted = {"precision": precision, "optimizer": trainer.optimizer_name}
             wanted |= {"seed": seed, "steps": trainer.steps}
-            if any(wanted.items() <= known.items() for known in found):
+            label = f"{name:<24} {precision:<26} seed {seed}"
+            known = next((x for x in found if wanted.items() <= x.items()), None)
+            if known is not None:
+                print(f"{label}  already finished: error {_error(known['error'])}", flush=True)
                 continue
-            outcome = trainer(seed)
+            with Progress(label, trainer.steps) as progress:
+                outcome = trainer(seed, follow=progress.deep if deep else progress.plain)
             found.append(outcome.record())
             write(path, found)
-            error = "none" if outcome.error is None else f"{outcome.error:.2e}"
-            told = f"{name:<24} {precision:<26} seed {seed}  error {error}"
+            told = f"{label}  error {_error(outcome.error)}"
             print(f"{told}  skipped {outcome.skipped} of {outcome.steps}", flush=True)
+
+
+def _error(error: float | None) -> str:
+    return "none" if error is None else f"{error:.2e}"
+
+
+class Progress:
+    """A line on a terminal with the steps, the loss and the time left of a training."""
+
+    def __init__(self, label: str, steps: int):
+        self.label, self.steps, self.done, self.first, self.started = label, steps, 0, 0, 0.0
+
+    def __enter__(self) -> "Progress":
+        self._show("compiling")
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._show("")
+
+    def _show(self, text: str) -> None:
+        if sys.stderr.isatty():
+            told = f"{self.label}  {text}" if text else ""
+            print(f"\r{told:<110}\r", end="", file=sys.stderr, flush=True)
+
+    def _told(self, loss: float) -> None:
+        now = time.monotonic()
+        if self.started == 0.0:
+            self.started, self.first = now, self.done  # the first steps include compilation
+        taken = self.done - self.first
+        left = (self.steps - self.done) * (now - self.started) / taken if taken else None
+        told = "" if left is None else f", {left:.0f} s left"
+        self._show(f"step {self.done} of {self.steps}, loss {loss:.1e}{told}")
+
+    def plain(self, steps: int, loss: float, scaling: Any) -> bool:
+        """Follows a `Trainer`, which gives the steps since the last call. Never ends a training."""
+        self.done += steps
+        self._told(loss)
+        return False
+
+    def deep(self, step: int, state: Any) -> bool:
+        """Follows a `DeepTrainer`, which gives the number of the step."""
+        self.done = step
+        self._told(float(state.loss))
+        return False
+
+
+def _stopped(args: argparse.Namespace) -> int:
+    """Tells what an interrupted run leaves, and how to go on."""
+    print(
+        f"\nStopped. Finished trainings are in {args.out}; the one that was running is lost. To go "
+        "on, repeat the command with --resume.",
+        file=sys.stderr,
+    )
+    return 128 + signal.SIGINT
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -101,6 +160,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             problem = load(name, args.size)
             train(name, (problem.quick if args.quick else None) or problem, args)
+        except KeyboardInterrupt:
+            return _stopped(args)
         except Exception as error:
             if len(chosen) == 1:
                 raise

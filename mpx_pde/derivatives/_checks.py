@@ -57,8 +57,11 @@ def parse_terms(
 
 
 def _listed(terms: Any, call: str) -> tuple[Any, ...]:
-    """Returns the terms of a list as a tuple. Raises an error for no list and for duplicates."""
-    if isinstance(terms, str) or not isinstance(terms, Iterable):
+    """Returns the terms of a list, or one term, as a tuple. Raises an error for anything else and
+    for duplicates."""
+    if isinstance(terms, str):
+        return (terms,)
+    if not isinstance(terms, Iterable):
         raise TypeError(
             f"`{call}` takes terms as a list of names such as ['u_x', 'u_xx'], but got "
             f"{in_a_line(terms)}."

@@ -4,20 +4,22 @@ import functools as ft
 import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
+from types import CellType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Inexact
+from jaxtyping import Array
 
 from .._cast import widen
 from .._dtypes import FLOAT16_MAX, matmul_precision
 from .._forward import Forward, present_forward
 from ..engine import Equation, Index, make_plan, propagate, sum_key
 from ..interpret._marks import marked
-from ..interpret._warnings import tensorfloat32_by_default, warn_of_tensorfloat32
+from ..interpret._warnings import tensorfloat32_by_default, warn_of_tensorfloat32, warn_user
 from ._checks import Term, as_network, check_distinct, check_factor, check_point
 from ._probe import tap
 from ._scaling import DerivativeScaling
@@ -100,6 +102,41 @@ class Direction(NamedTuple):
 def _leads_to(index: Index, higher: Index) -> bool:
     """Returns whether `index` is a derivative on the way to `higher`, or is the same."""
     return not Counter(index) - Counter(higher)
+
+
+class Terms(dict):
+    """The dict of terms that [`Evaluation`][] returns. A name that is not in it raises an error
+    that says how to ask for it."""
+
+    def __missing__(self, name: Any) -> Any:
+        raise KeyError(
+            f"The term {name!r} was not asked for: there are {', '.join(map(repr, self))}. Add it "
+            "to the list of terms, as in `mpx_pde.partials(model, ['u', 'u_xx'], ...)`."
+        )
+
+
+def _flattened(terms: Terms) -> tuple[tuple, tuple]:
+    names = tuple(sorted(terms))
+    return tuple((jtu.DictKey(name), terms[name]) for name in names), names
+
+
+jtu.register_pytree_with_keys(
+    Terms, _flattened, lambda names, values: Terms(zip(names, values, strict=True))
+)
+
+
+_PIECEWISE = {"relu", "relu6", "leaky_relu", "hard_tanh", "hard_sigmoid"}
+"""Activations of JAX without a second derivative."""
+
+
+def _piecewise(fun: Callable) -> str | None:
+    """Returns the name of an activation without a second derivative if a network, or one in the
+    closure of `fun`, holds no other one by name."""
+    cells = [c for c in getattr(fun, "__closure__", None) or () if c != CellType()]  # not empty
+    held = jtu.tree_leaves((fun, [cell.cell_contents for cell in cells]))
+    names = {getattr(x, "__name__", "<lambda>") for x in held if callable(x) and x is not fun}
+    named = sorted(names - {"<lambda>"})
+    return named[0] if named and _PIECEWISE.issuperset(named) else None
 
 
 class Evaluation:
@@ -272,7 +309,7 @@ class Evaluation:
         seeds, weights = self._seeds(point.dtype), self._weights(point)
         return propagate(network, point, self._plan, seeds, weights, self._scales, note)
 
-    def __call__(self, point: Any, *others: Any) -> dict[str, Inexact[Array, ""]]:
+    def __call__(self, point: Any, *others: Any) -> "Terms":
         """**Arguments:**
 
         - `point`: the coordinates, shape `[coords]`.
@@ -286,6 +323,7 @@ class Evaluation:
         if _multiplies_tensorfloat32() and value.dtype != jnp.float64:
             warn_of_tensorfloat32(self._call, "derivative terms")
         blamed = self._blamed(lost)
+        self._warn_of_no_curvature()
         zero, streams = jnp.zeros_like(value), {**streams, (): value}
         found = {x.name: streams.get(x.key, zero)[x.output] for x in self._asked}
         beyond = {name: blamed[key] for name, key, *_ in self._asked if key in blamed}
@@ -293,7 +331,22 @@ class Evaluation:
         for k in range(max((len(asked.rows) for asked in self._asked), default=0)):
             counted = {name: rows[k] for name, _, _, rows in self._asked if len(rows) > k}
             found |= self._counted(found, counted, beyond)
-        return marked(found)
+        return Terms(marked(found))
+
+    def _warn_of_no_curvature(self) -> None:
+        """Issues a warning if derivatives of order 2 or higher are asked of a network whose
+        activation has none."""
+        orders = {i: len(i) for i in self._plan.asked}
+        orders |= {sum_key(k): max(map(len, s)) for k, s in enumerate(self._plan.sums)}
+        higher = [x.name for x in self._asked if orders[x.key] > 1]
+        name = _piecewise(self._fun) if higher else None
+        if name is not None:
+            warn_user(
+                f"`{self._call}`: {', '.join(higher)} of this network is zero, because its "
+                f"activation `{name}` is piecewise linear and has no second derivative. Take a "
+                "smooth one, such as `jnp.tanh`, `jax.nn.gelu` or `jnp.sin`.",
+                UserWarning,
+            )
 
     def _blamed(self, lost: dict[Index, Array]) -> dict[Index, Array]:
         """Returns for requested derivatives whether streams overflowed where they are kept for the

@@ -12,6 +12,7 @@ from .._dtypes import as_floating_dtype, check_integer
 from .._repr import in_a_line
 from .._tree import check_key
 from .._types import DTypeLike, Names
+from .._wrapper import says_how
 from ._checks import (
     check_factor,
     check_network,
@@ -24,6 +25,10 @@ from ._evaluation import Evaluation, Sum, Summand
 from ._scaling import check_derivatives
 
 
+@says_how(
+    "`mpx_pde.partials(model, ['u_t', 'u_xx'], coords='tx', outputs='u')(point)`: "
+    "`coords` and `outputs` name the entries of the point and of the output, in their order."
+)
 def partials(
     fun: Callable[..., Any],
     terms: Names,
@@ -50,8 +55,8 @@ def partials(
 
     - `fun`: a function of one point, an array of shape `[coords]`, that returns an array of shape
         `[outputs]`, real or complex, or a scalar if there is one output. Usually the network.
-    - `terms`: names: an output (`"u"`), or an output, an underscore and coordinates (`"u_t"`,
-        `"u_xxx"`, `"u_xy"`).
+    - `terms`: a list of names, or one name: an output (`"u"`), or an output, an underscore and
+        coordinates (`"u_t"`, `"u_xxx"`, `"u_xy"`).
     - `coords`, `outputs`: the names of the entries of the point and of the output, in their order:
         a string with a letter for each, or a list.
     - `scaling`: the `derivatives` that the loss received, a [`mpx_pde.DerivativeScaling`][], or
@@ -82,6 +87,10 @@ def partials(
     return _evaluation("partials", fun, {}, terms, coords, outputs, coords, scaling, dtype)
 
 
+@says_how(
+    "`mpx_pde.laplacian(model, coords='xy', outputs='u')(point)`: "
+    "`coords` and `outputs` name the entries of the point and of the output, in their order."
+)
 def laplacian(
     fun: Callable[..., Any],
     terms: Names = (),
@@ -129,6 +138,10 @@ def laplacian(
     return _evaluation("laplacian", fun, operators, terms, coords, outputs, over, scaling, dtype)
 
 
+@says_how(
+    "`mpx_pde.linear_operator(model, {'heat': {'t': 1.0, 'xx': -0.1}}, coords='tx', outputs='u')`: "
+    "`coords` and `outputs` name the entries of the point and of the output, in their order."
+)
 def linear_operator(
     fun: Callable[..., Any],
     operators: Mapping[str, Any],

@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from .._repr import table
-from .._wrapper import check_callable
+from .._wrapper import check_callable, says_how
 from ._lines import INSIDE
 from ._products import Counter, ProductRow
 from ._warnings import PrecisionWarning
@@ -133,6 +133,10 @@ def report_of(closed: ClosedJaxpr) -> PrecisionReport:
     return PrecisionReport(tuple(rows), tuple(counter.loops), width, counter.kept)
 
 
+@says_how(
+    "`mpx_pde.precision_report(mpx_pde.filter_grad(loss, scaling))(model, batch)`: the arguments "
+    "of the gradient belong to what it returns."
+)
 def precision_report(fun: Callable) -> Callable[..., PrecisionReport]:
     """Reports the products of a function by dtype, by work and by line.
 

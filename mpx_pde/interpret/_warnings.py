@@ -20,14 +20,14 @@ class PrecisionWarning(UserWarning):
     """
 
 
-def warn_user(text: str) -> None:
+def warn_user(text: str, category: type[Warning] = PrecisionWarning) -> None:
     """Issues a warning at the line of the user's code, from any depth below it."""
     frame = sys._getframe(1)
     while frame.f_back is not None and installed(frame.f_code.co_filename):
         frame = frame.f_back
     warnings.warn_explicit(
         text,
-        PrecisionWarning,
+        category,
         frame.f_code.co_filename,
         frame.f_lineno,
         registry=frame.f_globals.setdefault("__warningregistry__", {}),

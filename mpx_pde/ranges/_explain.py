@@ -1,6 +1,7 @@
 """The text of a report: its first finding, and advice on it."""
 
 import glob
+import math
 
 import equinox as eqx
 import jax
@@ -26,6 +27,24 @@ _DERIVATIVES = ("partials", "laplacian", "linear_operator")
 _PRODUCTS = ("mixed_dot_general", "mixed_matmul", "mixed_einsum", "mixed_conv_general_dilated")
 
 
+_ROUNDINGS = {*_GIVEN, *tables.PRODUCTS, *tables.MIXED, "convert_element_type", "reduce_precision"}
+"""Operations whose float16 may be the precision of a mode, and not that of the code."""
+
+
+def _written(row: Row) -> bool:
+    """Returns whether a row shows that the code itself computes in float16."""
+    return row.dtype == "float16" and row.primitive not in _ROUNDINGS and not is_ours(row.layer)
+
+
+def _lower(report: RangeReport, name: str) -> str:
+    """Returns by what power of two the loss scale must fall so that nothing of the backward pass
+    overflows `name`."""
+    rows = (row for row in report.rows if row.backward and report.at_risk(row))
+    largest = max((row.exponents[1] for row in rows if row.exponents), default=0.0)
+    highest = {"float16": 16, "bfloat16": 128}[name]
+    return f"2^{max(1, math.floor(largest) + 1 - highest)}"
+
+
 def _size(row: Row) -> str:
     return "only zeros" if row.exponents is None else f"largest 2^{row.exponents[1]:.1f}"
 
@@ -35,7 +54,7 @@ def _name(row: Row) -> str:
     return f"the {row.primitive} at {row.line}" if row.primitive in _GIVEN else row.where
 
 
-def _fix(row: Row, report: RangeReport) -> str:
+def _fix(row: Row, report: RangeReport, name: str) -> str:
     """Returns the advice for a row that overflows."""
     mixed, smaller = report.mixed, "make its operands smaller by a power of two, or use bfloat16."
     if row.primitive == "input" or (row.cast_of == "arguments" and not row.backward):
@@ -47,8 +66,8 @@ def _fix(row: Row, report: RangeReport) -> str:
         return "Keep it in float32: `mpx.autocast` casts no arrays before a product takes them."
     if row.backward and mixed:
         found = (
-            "`mpx.DynamicLossScaling` finds that out at the cost of a few skipped steps, or start "
-            "it lower."
+            "`mpx.DynamicLossScaling` finds that out at the cost of a few skipped steps. To lose "
+            f"none, divide it by {_lower(report, name)}, or let `mpx.initial_scaling` find it."
         )
         by_scaling = {
             True: f", so the loss scale is too large: {found}",
@@ -113,10 +132,10 @@ def _fix(row: Row, report: RangeReport) -> str:
             "out (`mpx.autocast` rounds the operands of products by itself). In a layer of a model "
             f"that is cast, use `mpx.FullPrecision` around the layer. Or {smaller}"
         )
-    name = glob.escape(row.scope.rsplit("/", 1)[-1]) or primitive  # overrides are patterns
+    scope = glob.escape(row.scope.rsplit("/", 1)[-1]) or primitive  # overrides are patterns
     return (
-        f"Keep it in float32 with `mpx.autocast(..., full={name!r})` (or `autocast={{'full': "
-        f"{name!r}}}` in `mpx.filter_grad`). When whole models are cast, use "
+        f"Keep it in float32 with `mpx.autocast(..., full={scope!r})` (or `autocast={{'full': "
+        f"{scope!r}}}` in `mpx.filter_grad`). When whole models are cast, use "
         f"`mpx.FullPrecision` around its layer. Or {smaller}"
     )
 
@@ -154,7 +173,7 @@ def _not_finite(report: RangeReport, harmless: bool) -> str | None:
             "look for a division by zero, the logarithm or root of something negative, or a step "
             "size that is too large."
         )
-        before = (x for x in report.rows if x.dtype == "float16" and x.order <= row.order)
+        before = (x for x in report.rows if _written(x) and x.order <= row.order)
         if any(before):
             held = "which the code" if row.dtype == "float16" else "and what comes before, the code"
             return (
@@ -208,8 +227,23 @@ def _lost(report: RangeReport, name: str) -> str:
     )
 
 
-def explain(report: RangeReport, name: str) -> str:
-    harmless = all(map(is_finite, filter(eqx.is_inexact_array, jax.tree.leaves(report.result))))
+def _is_finite(report: RangeReport) -> bool:
+    return all(map(is_finite, filter(eqx.is_inexact_array, jax.tree.leaves(report.result))))
+
+
+def _skips(report: RangeReport) -> bool:
+    """Returns whether the `grads_finite` among the results of a gradient is false."""
+    flags = (x for x in jax.tree.leaves(report.result) if eqx.is_array(x) and x.dtype == bool)
+    return any(x.shape == () and not x for x in flags)
+
+
+def explain(report: RangeReport, name: str, full: RangeReport | None = None) -> str:
+    """Explains a report. `full` is one of the same function without halves, if there is one."""
+    harmless = _is_finite(report)
+    if full is not None and full.first_nonfinite is not None:
+        # What fails in full precision too is told as it fails there. A loss that is not finite
+        # skips the step, even if its gradient is finite and the loss itself is not returned.
+        harmless, report = harmless and not _skips(report), full
     broken = _not_finite(report, harmless)
     if broken and not harmless:
         return broken
@@ -218,7 +252,7 @@ def explain(report: RangeReport, name: str) -> str:
     if row is not None:
         text = (
             f"{name} overflows first at {_name(row)}: {percent(row.loss(name).overflow)} of its "
-            f"values, {_size(row)}. {_fix(row, report)}"
+            f"values, {_size(row)}. {_fix(row, report, name)}"
         )
     elif broken:
         text = f"Nothing overflows {name}."

@@ -1,5 +1,7 @@
 """The public functions `range_report` and `explain_nonfinite`."""
 
+import contextlib
+import dataclasses
 import functools as ft
 import warnings
 from collections.abc import Callable
@@ -14,7 +16,7 @@ from .._cast import widen
 from .._dtypes import as_half_dtype, half_precision_datatype
 from .._loss_scaling import AbstractLossScaling
 from .._types import DTypeLike
-from .._wrapper import check_callable
+from .._wrapper import check_callable, says_how
 from ..interpret._jaxpr import trace_arrays
 from ..interpret._lines import Site, definition_of
 from ..interpret._sums import long_sums
@@ -109,6 +111,10 @@ def _said(fun: Any, name: str) -> bool | None:
     return any(said) if said else None
 
 
+@says_how(
+    "`mpx_pde.range_report(mpx_pde.filter_grad(loss, scaling))(model, batch)`: the arguments "
+    "of the gradient belong to what it returns."
+)
 def range_report(fun: Callable[..., Any]) -> Callable[..., RangeReport]:
     """Runs a function once in float32, and reports the effect of half precision on its values.
 
@@ -164,6 +170,10 @@ def range_report(fun: Callable[..., Any]) -> Callable[..., RangeReport]:
     return report
 
 
+@says_how(
+    "`mpx_pde.explain_nonfinite(mpx_pde.filter_grad(loss, scaling))(model, batch)`: the arguments "
+    "of the gradient belong to what it returns."
+)
 def explain_nonfinite(
     fun: Callable[..., Any], dtype: DTypeLike | None = None
 ) -> Callable[..., str]:
@@ -201,6 +211,23 @@ def explain_nonfinite(
     @ft.wraps(fun, updated=())
     def explained(*args: Any, **kwargs: Any) -> str:
         report = range_report(fun)(*args, **kwargs)
-        return explain(report, name or half_precision_datatype().name)
+        full = None
+        if report.first_nonfinite is not None and (gradient := _in_full(fun)) is not None:
+            # Without halves a loss may accept less: a loop that begins with a half, a `jmp` policy.
+            with contextlib.suppress(TypeError, ValueError):
+                full = range_report(gradient)(*args, **kwargs)
+        return explain(report, name or half_precision_datatype().name, full)
 
     return explained
+
+
+def _in_full(fun: Any) -> Any:
+    """Returns the gradient transformation that `fun` is or wraps, without mixed precision, or
+    `None` if there is none."""
+    while fun is not None and not hasattr(fun, "gradient"):
+        fun = getattr(fun, "__wrapped__", None)
+    if fun is None or not _said(fun, "is_mixed_precision"):
+        return None
+    gradient = fun.gradient
+    options = dataclasses.replace(gradient.options, use_mixed_precision=False)
+    return dataclasses.replace(fun, gradient=dataclasses.replace(gradient, options=options))

@@ -79,6 +79,10 @@ def filter_value_and_grad(
 ) -> Callable[..., Any]:
     """Evaluates [`equinox.filter_value_and_grad`][] in mixed precision, with loss scaling.
 
+    For a physics-informed network pass `forward="float32"` and a [`mpx_pde.Scaling`][] with
+    derivative scales. For an operator, a transformer or a U-Net pass `autocast=True`, or for
+    [`mpx_pde.nn.FNO`][] `keep_full=(False, True, True)`, and a [`mpx_pde.DynamicLossScaling`][].
+
     Casts the arguments to half precision, runs `func`, and scales its loss in float32. Then
     differentiates it with respect to all floating-point arrays of the first argument, unscales and
     checks the gradients, and adjusts the scaling.
@@ -134,7 +138,7 @@ def filter_value_and_grad(
         `"float64"`). Products of the backward pass round their operands to it; cotangents and
         their sums are float32. Decisions, such as the mask of a `where`, are those of the full
         evaluation. So the error of the gradient is relative to the gradient: it vanishes as the
-        residual does (see *Full-precision answers* in the documentation). Nothing is cast
+        residual does (see *How it works* in the documentation). Nothing is cast
         beforehand, with or without `autocast=True`. The arguments themselves, and what is computed
         of the parameters alone, are never rounded except inside of a product.
 
@@ -332,7 +336,7 @@ def line_search_value(
     `scaling`.
 
     With `forward="float32"` values are exact to float32's rounding, and a search ends as it does in
-    float32. In half precision throughout it stops early (see *Full-precision answers* in the
+    float32. In half precision throughout it stops early (see *PINNs* in the
     documentation).
 
     ```python

@@ -370,6 +370,15 @@ class Transformed(eqx.Module):
     def __wrapped__(self):
         return self.gradient.func
 
+    def __repr__(self) -> str:
+        # `jax.jit` shows this when it is given the model, which is more than arrays.
+        call, func = self.gradient.call, self.gradient.func
+        name = getattr(func, "__name__", type(func).__name__)
+        return (
+            f"<mpx_pde.{call}({name}, ...); compile it by `eqx.filter_jit`, which takes models "
+            "that are not only arrays>"
+        )
+
     @property
     def is_mixed_precision(self) -> bool:
         return self.gradient.mode.scales

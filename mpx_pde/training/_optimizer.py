@@ -20,6 +20,7 @@ from .._dtypes import is_half
 from .._repr import in_a_line
 from .._tree import check_flag, check_same_structure, first_difference, is_key, select_tree
 from .._types import BoolLike, MasterLike, PyTree
+from .._wrapper import says_how
 from ..interpret._flat import flatten
 from ..interpret._warnings import tensorfloat32_by_default, traced, warn_of_tensorfloat32, warn_user
 from ._masters import Noise, applied, parse_master
@@ -227,6 +228,10 @@ def _like(new: PyTree, old: PyTree) -> PyTree:
     return jtu.tree_map(cast, new, old)
 
 
+@says_how(
+    "`model, opt_state = "
+    "mpx_pde.optimizer_update(model, optimizer, opt_state, grads, grads_finite)`."
+)
 def optimizer_update(
     model: PyTree,
     optimizer: optax.GradientTransformation | optax.MultiSteps,

@@ -1,6 +1,7 @@
 """The refusal of `argnums` by all gradient transformations, and `as_trained`, which rounds a model
 as training with their options does."""
 
+import inspect
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar, cast
@@ -8,8 +9,7 @@ from typing import Any, TypeVar, cast
 import equinox as eqx
 import jax.tree_util as jtu
 
-from .._calls import named
-from .._types import ForwardLike, PolicyLike, PyTree
+from .._wrapper import check_bound
 from ..modes._choice import mode_of
 
 
@@ -17,13 +17,22 @@ _Function = TypeVar("_Function", bound=Callable)
 
 
 def refuses_argnums(transformation: _Function) -> _Function:
-    """Makes a gradient transformation raise a `TypeError` with the code to write for `argnums`."""
+    """Makes a gradient transformation raise a `TypeError` with the code to write for `argnums`, and
+    for arguments that are missing."""
     call = transformation.__name__
+    parameters = inspect.signature(transformation).parameters.values()
+    needed = ["loss", *[x.name for x in parameters if x.default is x.empty][1:]]
+    example = (
+        f"`mpx_pde.{call}({', '.join(needed)})(model, batch)`, with `scaling = "
+        "mpx_pde.DynamicLossScaling()`, or `mpx_pde.Scaling(derivatives=...)` for a loss that "
+        "takes derivatives of the network."
+    )
 
     @wraps(transformation)
     def checked(*args: Any, **kwargs: Any) -> Any:
         argnums = kwargs.pop("argnums", None)
         if argnums is None or argnums == 0:
+            check_bound(transformation, example, args, kwargs)
             return transformation(*args, **kwargs)
         moved, given, first = _moved(argnums)
         raise TypeError(

@@ -1,5 +1,5 @@
 """Tests jNO as a client: its own loop and a loop around its residuals train in half precision, as
-in `docs/jno.md`. The tests are skipped if it is not installed (the extra `jno`)."""
+in `docs/other_libraries.md`. The tests are skipped if it is not installed (the extra `jno`)."""
 
 import importlib.util
 import json
@@ -32,7 +32,7 @@ def result(tmp_path_factory):
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     env["XLA_FLAGS"] = env["XLA_FLAGS"].replace("device_count=8", "device_count=1")
     options = {"cwd": folder, "env": env, "capture_output": True, "text": True, "timeout": 600}
-    command = [sys.executable, str(script), str(ROOT / "docs/jno.md")]
+    command = [sys.executable, str(script), str(ROOT / "docs/other_libraries.md")]
     done = subprocess.run(command, **options, check=False)
     assert done.returncode == 0, done.stderr
     # jNO's loop with autocast around the residuals reports no unknown operation.

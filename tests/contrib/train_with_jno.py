@@ -1,7 +1,8 @@
-"""Runs the training blocks of `docs/jno.md`, then measures products and errors. `test_jno.py` runs
-this in a separate process, because jNO changes JAX's settings on import.
+"""Runs the training blocks of the section on jNO in `docs/other_libraries.md`, then measures
+products and errors. `test_jno.py` runs this in a separate process, because jNO changes JAX's
+settings on import.
 
-    python tests/contrib/train_with_jno.py docs/jno.md  # prints a line of JSON last
+    python tests/contrib/train_with_jno.py docs/other_libraries.md  # prints a line of JSON last
 """
 
 import json
@@ -21,7 +22,7 @@ def run(page: Path) -> tuple[dict, dict]:
     """Returns the names of the page and the error of each training against the exact solution."""
     names = {"__name__": "__docs__"}
     cores = {}
-    for line, source in blocks(page, "python"):
+    for line, source in blocks(page, "python", within="jNO"):
         exec(compile("\n" * (line - 1) + source, str(page), "exec"), names)
         if "core" in names:
             cores[id(names["core"])] = names["core"], names["error"]

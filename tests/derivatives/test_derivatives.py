@@ -1,5 +1,6 @@
 """Tests derivatives by name against float64, in and out of the range of float16."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,3 +95,32 @@ def test_names_of_several_letters():
     terms = ["temp_x1x1", "temp_x1x2", "nu_x2x2", "nu"]
     d = mpx.partials(fun, terms, coords=["x1", "x2"], outputs=["temp", "nu"])(jnp.array([2.0, 3.0]))
     assert [float(v) for v in d.values()] == [6.0, 4.0, 18.0, 27.0]
+
+
+def test_one_term_may_be_a_name_alone():
+    one = mpx.partials(jnp.prod, "u_xt", coords="xt", outputs="u")(jnp.array([2.0, 3.0]))
+    assert one == {"u_xt": 1.0}
+
+
+def test_a_term_that_was_not_asked_for_is_told():
+    terms = mpx.partials(jnp.prod, ["u_x", "u_t"], coords="xt", outputs="u")
+    for d in (terms(jnp.ones(2)), jax.jit(jax.vmap(terms))(jnp.ones((3, 2)))):
+        with pytest.raises(KeyError, match=r"'u' was not asked for: there are 'u_\w', 'u"):
+            d["u"]
+    assert {**d, "u": 1}.keys() == {"u", "u_x", "u_t"}
+
+
+@pytest.mark.parametrize("name", ["relu", "leaky_relu", "hard_tanh"])
+def test_second_derivatives_of_a_piecewise_linear_network_are_told(name):
+    options = {"coords": "xy", "outputs": "u"}
+    network = lambda activation: eqx.nn.MLP(
+        2, "scalar", 8, 2, activation=activation, key=jax.random.key(0)
+    )
+    model = network(getattr(jax.nn, name))
+    for fun in (model, lambda p: model(p)):
+        with pytest.warns(UserWarning, match=f"u_xx of this network is zero.*`{name}` is piece"):
+            d = mpx.partials(fun, ["u", "u_xx"], **options)(jnp.ones(2))
+        assert d["u_xx"] == 0
+    # Warnings are errors.
+    mpx.partials(model, ["u_x"], **options)(jnp.ones(2))
+    assert mpx.partials(network(jnp.tanh), ["u_xx"], **options)(jnp.ones(2))["u_xx"] != 0

@@ -109,7 +109,7 @@ def test_a_number_that_float16_does_not_hold(large, small, told):
     """While JAX traces the cast model, it turns the number into an infinity or zero, unlike in
     float32."""
 
-    loss = lambda w, x: jnp.mean((w * x * large / large) ** 2 + jnp.log(w - 1 + small))
+    loss = lambda w, x: jnp.mean((w * x * large / large) ** 2 + jnp.log(jnp.abs(w - 1) + small))
     line = line_here(-1)
     given = jnp.ones(3), jnp.ones(3)
     with warnings.catch_warnings():
@@ -463,3 +463,43 @@ def test_a_result_that_is_cast_back_is_no_argument():
     gradient = mpx.filter_grad(lambda w: jnp.mean(jnp.log1p(large(w))), mpx.StaticLossScaling(1.0))
     text = mpx.explain_nonfinite(gradient, "float16")(jnp.ones(3))
     assert "returns half there: `mpx.force_full_precision(f, jnp.float32)`" in text
+
+
+OPTIONS = {"casts": {}, "forward": {"forward": "float32"}, "autocast": {"autocast": True}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("jitted", [False, True])
+def test_what_fails_in_float32_too_is_not_blamed_on_halves(options, jitted):
+    """It is so in every mode, where the operands are exact in each precision."""
+
+    def loss(w, x):
+        return jnp.mean(jnp.log(w * x - 10.0)) + jnp.mean(jnp.sqrt(jnp.abs(w - w)))
+
+    gradient = mpx.filter_grad(loss, mpx.DynamicLossScaling(), **options)
+    gradient = eqx.filter_jit(gradient) if jitted else gradient
+    text = mpx.explain_nonfinite(gradient, "float16")(jnp.ones(3), jnp.ones(3))
+    assert_tells(text, "float32 itself is not finite first", "`log`", without=("holds as float16",))
+    # The same from a step, of which nothing is known but its program.
+    step = lambda w, x: mpx.filter_grad(loss, mpx.DynamicLossScaling(), **options)(w, x)
+    text = mpx.explain_nonfinite(step, "float16")(jnp.ones(3), jnp.ones(3))
+    assert ("holds as float16" in text) == (options == {})
+
+
+def test_a_loss_that_is_not_finite_is_told_though_its_gradient_is():
+    loss = lambda w, x: jnp.mean(jnp.log(w - 100.0 * x))
+    gradient = mpx.filter_grad(loss, mpx.DynamicLossScaling(), forward="float32")
+    text = mpx.explain_nonfinite(gradient, "float16")(jnp.ones(3), jnp.ones(3))
+    assert text.startswith("float32 itself is not finite first")
+
+
+def test_a_loss_scale_that_is_too_large_is_told_by_how_much():
+    loss = lambda w, x: jnp.sum(w * x)
+    run = lambda scale: mpx.filter_grad(loss, mpx.StaticLossScaling(scale))
+    x = jnp.array([3.0, 100.0])
+    text = mpx.explain_nonfinite(run(2.0**20), "float16")(jnp.ones(2), x)
+    # The largest cotangent is 100 2^20, and float16 ends at 2^16.
+    assert_tells(text, "divide it by 2^11", "`mpx.initial_scaling`")
+    assert not mpx.range_report(run(2.0**9))(jnp.ones(2), x).first_overflow("float16")
+    assert mpx.range_report(run(2.0**10))(jnp.ones(2), x).first_overflow("float16")

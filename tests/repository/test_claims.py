@@ -76,7 +76,7 @@ def test_what_was_compiled_for_an_h100_is_said_not_to_have_run():
 
 
 def test_the_range_of_a_mode_is_beside_that_of_chance():
-    """The README says that `forward="float32"` scatters as widely as chance."""
+    """The pages say that a row that looks like a control is not limited by precision."""
     rows = {row["name"]: row for row in overall(load("breadth-cpu"))}
     span = lambda name: map(float, rows[name]["spread"].split("–"))
     (low, high), (least, most) = map(span, ("forward-float32-float16", "float32-rounded"))
@@ -85,7 +85,7 @@ def test_the_range_of_a_mode_is_beside_that_of_chance():
     assert rows["forward-float32-float16"]["median"] == "1.00"
 
 
-@pytest.mark.parametrize("page", [*PAGES, "docs/benchmarks.md"])
+@pytest.mark.parametrize("page", [*PAGES, "docs/results.md"])
 def test_the_error_of_the_reference_of_the_cavity_is_that_of_the_results(page):
     checks = load("outside")["checks"]
     [error] = [check["error"] for check in checks if check["problem"] == "cavity_64"]

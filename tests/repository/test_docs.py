@@ -5,34 +5,42 @@ import re
 from types import ModuleType
 
 import pytest
-from pages import ROOT, blocks
+from pages import ROOT, blocks, prints
 
 import mpx_pde as mpx
 
 
 # Pages that need other libraries, which are optional.
 LIBRARIES = {"other_libraries.md": ("jinns", "pdequinox")}
-# `test_jno.py` runs this page in a separate process.
-APART = ("jno.md",)
+# `test_jno.py` runs this section in a separate process.
+APART = "jNO"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
-    [page for page in PAGES if blocks(page, "python") and page.name not in APART],
+    [page for page in PAGES if blocks(page, "python")],
     ids=lambda page: str(page.relative_to(ROOT)),
 )
 # jinns filters this warning of Equinox on import, but pytest resets the filter.
 @pytest.mark.filterwarnings("ignore:Using `field:UserWarning")
 @pytest.mark.usefixtures("standard_promotion")
-def test_the_blocks_of_a_page_run_in_order(page):
+def test_the_blocks_of_a_page_run_and_print_what_it_shows(page, capsys):
+    """`python docs/prints.py` writes what a page shows. Numbers in it depend on the machine."""
     for library in LIBRARIES.get(page.name, ()):
         pytest.importorskip(library)
-    namespace = {"__name__": "__docs__"}
-    for line, source in blocks(page, "python"):
+    namespace, shown = {"__name__": "__docs__"}, prints(page)
+    capsys.readouterr()
+    for line, source in blocks(page, "python", without=APART):
         # With the blank lines, tracebacks and warnings name the line of the page.
         exec(compile("\n" * (line - 1) + source, str(page), "exec"), namespace)
+        printed = capsys.readouterr().out
+        if line in shown:
+            words = lambda text: re.findall(r"[A-Za-z]{3,}", text.split("\n")[0])
+            told = words(shown[line])  # a long line is wrapped on the page
+            assert told
+            assert words(printed.replace(f"{ROOT}/docs/", ""))[: len(told)] == told
 
 
 def test_the_reference_has_all_public_names_and_no_others():

@@ -12,7 +12,7 @@ from benchmarks._tables._gallery import equation
 
 problems = importlib.import_module("examples.problems")
 FOLDER = ROOT / "docs" / "figures" / "gallery"
-PAGE = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
 RESULTS = json.loads((ROOT / "benchmarks/results/gallery-cpu.json").read_text(encoding="utf-8"))
 
 

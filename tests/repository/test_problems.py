@@ -249,11 +249,38 @@ def test_problems_train_from_the_command_line_and_resume(tmp_path, capsys):
     assert 0 < record["error"] < 10
     capsys.readouterr()
     assert command.main(["run", "reaction", *given, "--resume"]) == 0
-    assert capsys.readouterr().out == ""
+    told = f"already finished: error {record['error']:.2e}"
+    assert told in capsys.readouterr().out
     assert json.loads(path.read_text()) == before
     with pytest.raises(SystemExit):
         command.main(["run", "reaction", "nothing"])
     assert "no problem nothing" in capsys.readouterr().err
+
+
+def test_ctrl_c_tells_what_is_kept_and_how_to_go_on(tmp_path, monkeypatch, capsys):
+    def press(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.Trainer, "__call__", press)
+    assert command.main(["run", "reaction", "--quick", "--out", str(tmp_path)]) == 130
+    told = capsys.readouterr().err
+    assert all(part in told for part in ("Stopped", str(tmp_path), "--resume"))
+    assert "Traceback" not in told
+
+
+def test_a_training_shows_its_steps_its_loss_and_the_time_left(monkeypatch, capsys):
+    monkeypatch.setattr(command.sys.stderr, "isatty", lambda: True, raising=False)
+    times = iter([10.0, 12.0])
+    monkeypatch.setattr(command.time, "monotonic", lambda: next(times))
+    with command.Progress("reaction", 300) as progress:
+        progress.plain(100, 0.5, None)
+        progress.plain(100, 0.25, None)
+    lines = [line.strip() for line in capsys.readouterr().err.split("\r") if line.strip()]
+    assert lines == [
+        "reaction  compiling",
+        "reaction  step 100 of 300, loss 5.0e-01",
+        "reaction  step 200 of 300, loss 2.5e-01, 2 s left",
+    ]
 
 
 @functools.cache

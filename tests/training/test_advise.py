@@ -146,3 +146,31 @@ def test_what_fails_in_half_alone_is_a_row():
     advice = mpx.advise(loss, autocast={})(jnp.ones(3), jnp.ones(3))
     assert "float32 and float16 alone" in advice.rows[4].failed
     assert "bfloat16 throughout fails: NotImplementedError" in str(advice)
+
+
+@pytest.mark.slow
+def test_the_advice_is_code_to_paste_and_tells_what_it_does(capfd):
+    """The names in it are those of the user's step: `loss` and `scaling`."""
+
+    def loss(model, x, *, derivatives):
+        terms = mpx.partials(model, ["u_xx"], coords="xyz", outputs="u", scaling=derivatives)
+        return jnp.mean(jax.vmap(terms)(x)["u_xx"] ** 2)
+
+    wide, x = network(256), jax.random.normal(jax.random.key(1), (512, 3))
+    advice = mpx.advise(loss)(wide, x)
+    assert "five precisions" in capfd.readouterr().err
+    assert "partial" not in str(advice)
+    # A CPU may save nothing; then the mode for a GPU is told beside float32.
+    assert bool(advice.call_on_gpu) == (advice.choice is advice.rows[0])
+    written = advice.call_on_gpu or advice.call
+    assert "DerivativeScaling.per_direction(...)" in written
+    assert written in str(advice).replace("\n    ", "\n")
+    code = written.replace("(...)", "('xyz')")
+    names = {"mpx_pde": mpx, "loss": loss}
+    *lines, last = code.split("\n")
+    exec("\n".join(lines), names)
+    value, *_, finite, grads = eval(last, names)(wide, x)
+    assert finite
+    assert relative(grads, eqx.filter_grad(loss)(wide, x, derivatives=None)) < 0.01
+    # float16 is the default, so no policy is written for it.
+    assert ("policy" in written) == ("bfloat16" in written)
