@@ -374,6 +374,7 @@ def run(names, seed, *, seconds=None, count=None, start=0, shrink=True, say=prin
         k += 1
         if k % 100 == 0:
             jax.clear_caches()
+            say(f"after {time.monotonic() - begin:.0f} s\n{table(counts, worst)}\n", flush=True)
     return counts, worst, failures
 
 
