@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from program_rounding import Format, format_of
+from program_rounding import Format, format_of, rounded
 
 import mpx_pde as mpx
 
@@ -30,7 +30,8 @@ class Mode(NamedTuple):
     - `options`: draws the other random choices.
     - `exact`: the answer in plain JAX, in the precision of its arguments.
     - `library`: the answer of the library, with the same leaves as `exact`'s.
-    - `units`: the roundings of full and of half values, by the first word of a leaf.
+    - `units`: the roundings of full and of half values, and of a model's values if only what is
+      kept is half, by the first word of a leaf.
     - `wide`: whether 64-bit types are on.
     """
 
@@ -38,7 +39,7 @@ class Mode(NamedTuple):
     options: Callable[[Any], dict]
     exact: Callable[..., dict]
     library: Callable[..., dict]
-    units: Callable[[dict], dict[str, tuple[Format, Format]]]
+    units: Callable[[dict], dict[str, tuple[Format, ...]]]
     wide: bool = False
 
 
@@ -321,10 +322,16 @@ def value_and_grad(loss, o, scaling=None):
     return call
 
 
+def value_and_leaves(loss, w):
+    """Returns the value and the gradient, and marks what the backward pass keeps."""
+    value, pull = jax.vjp(loss, w)
+    pull = jax.tree.map(lambda x: rounded(x, "kept"), pull)
+    return {"value": value, **leaves(pull(jnp.ones_like(value))[0])}
+
+
 def exact_residual(f, w, q, o):
     at = lambda w: jax.vmap(lambda p: named(o, exact_sums(lambda p: f(w, p), p, o)))(q)
-    value, grads = jax.value_and_grad(lambda w: combine(at(w), o))(w)
-    return {"value": value, **leaves(grads)}
+    return value_and_leaves(lambda w: combine(at(w), o), w)
 
 
 def library_residual(f, w, q, o):
@@ -389,15 +396,14 @@ def forward_units(o):
         data = half if not o["gradient"] else FULL
         return {"value": (data, half), "grad": (data, half)}
     value = UNITS[forward]
-    return {"value": (min(FULL, value), value), "grad": (FULL, max(half, value))}
+    return {"value": (min(FULL, value), value), "grad": (FULL, max(half, value), value)}
 
 
 # --- Losses --------------------------------------------------------------------------------------
 
 
 def exact_loss(f, w, *inputs, o):
-    value, grads = jax.value_and_grad(f)(w, *inputs)
-    return {"value": value, **leaves(grads)}
+    return value_and_leaves(lambda w: f(w, *inputs), w)
 
 
 def library_loss(f, w, *inputs, o):

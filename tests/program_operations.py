@@ -1,174 +1,12 @@
-"""Statements of random programs, as people write them, and the functions that they call.
+"""Statements of random programs, as people write them.
 
 In a template `{x}` is any array, `{a}` one with axes, `{b}` one of the shape of the first operand,
 `{s}` a scalar, `{v}` a vector, `{u}` a vector of the same length, `{m}` a matrix. `{n}` and `{l}`
 are the first and the last size of the first operand. `{i}` is an index below `{n}`, `{c}` a number,
-and `{W:n,4}` a new weight of that shape. No input has the name of a function's parameter.
+and `{W:n,4}` a new weight of that shape. `{t}` is a threshold near the size of the first operand,
+which may lie within one rounding to half of an entry. No input has the name of a function's
+parameter. The functions that statements call are in `program_functions`.
 """
-
-import equinox as eqx
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
-
-
-TABLE = np.float64(np.float32(np.random.default_rng(0).normal(size=512)))
-"""The table in which programs look up data."""
-
-
-def rounded(x):
-    """Returns `x`. The judge replaces this by a function that marks stored values."""
-    return x
-
-
-# --- Functions -----------------------------------------------------------------------------------
-
-
-def own(body):
-    """Gives `body` a custom rule that computes its ordinary derivative."""
-    fun = jax.custom_jvp(body)
-    fun.defjvp(lambda primals, tangents: jax.jvp(body, primals, tangents))
-    return fun
-
-
-swish = own(lambda x: x * jax.nn.sigmoid(x))
-mixing = own(lambda v: v * jnp.sum(jnp.sin(v)))
-
-
-@own
-def recurrence(v):
-    """A custom rule around a scan over entries."""
-    step = lambda c, x: (rounded(jnp.tanh(c + x)),) * 2
-    return lax.scan(step, jnp.zeros((), v.dtype), v)[1]
-
-
-# The identity, whose derivative subtracts the mean of all entries.
-centred = jax.custom_jvp(lambda v: v * 1.0)
-centred.defjvp(lambda p, t: (centred(*p), t[0] - jnp.mean(t[0])))
-
-
-# The identity, whose second derivative mixes entries.
-tilted = jax.custom_jvp(lambda v: v * 1.0)
-tilted.defjvp(lambda p, t: (tilted(*p), centred(jnp.sin(p[0])) * t[0]))
-
-
-# The squared magnitude of a complex number, which is not holomorphic.
-magnitude = jax.custom_jvp(lambda z: jnp.abs(z) ** 2)
-magnitude.defjvp(lambda p, t: (magnitude(*p), 2 * jnp.real(jnp.conj(p[0]) * t[0])))
-
-
-@jax.custom_jvp
-def logaddexp(x, y):
-    """A function that has the name of JAX's `logaddexp` and other values."""
-    return jnp.sin(x) * y
-
-
-logaddexp.defjvp(lambda p, t: (logaddexp(*p), jnp.cos(p[0]) * p[1] * t[0] + jnp.sin(p[0]) * t[1]))
-
-
-@jax.custom_vjp
-def huber(v):
-    # sqrt(1 + v²) - 1, in a form without cancellation inside of one statement.
-    return jnp.sum(v * v / (jnp.sqrt(1 + v * v) + 1))
-
-
-huber.defvjp(lambda v: (huber(v), v), lambda v, g: (g * v / jnp.sqrt(1 + v * v),))
-
-
-def running(v):
-    """A scan over entries that carries a scalar."""
-    step = lambda c, x: (rounded(0.5 * c + jnp.sin(x)), c * x)
-    return lax.scan(step, jnp.zeros((), v.dtype), v)[1]
-
-
-def layers(v, weights):
-    """Layers of one shape in a scan."""
-    return lax.scan(lambda h, w: (rounded(jnp.tanh(h @ w)), None), v, weights)[0]
-
-
-def residual(v, weights):
-    def block(i, h):
-        return rounded(h + 0.5 * jnp.tanh(weights[i] @ h))
-
-    return lax.fori_loop(0, weights.shape[0], block, v)
-
-
-def newton(x):
-    """Computes square roots of `1 + x**2` by Newton's steps, in a while loop."""
-    a = 1 + x * x
-    step = lambda c: (c[0] + 1, rounded(0.5 * (c[1] + a / c[1])))
-    return lax.while_loop(lambda c: c[0] < 6, step, (0, a))[1]
-
-
-def halved(x):
-    """Halves all entries in a while loop until the largest is at most one."""
-    return lax.while_loop(lambda h: jnp.max(jnp.abs(h)) > 1, lambda h: h / 2, x)
-
-
-def reversed_sums(v):
-    """A loop that mixes entries."""
-    step = lambda c: (c[0] + 1, c[1] + c[1][::-1])
-    return lax.while_loop(lambda c: c[0] < 2, step, (0, v))[1]
-
-
-def stopped_layers(v, weights):
-    """Layers in a scan that contain while loops, whose derivatives are not needed."""
-    step = lambda h, w: (rounded(jnp.tanh(w @ h) + lax.stop_gradient(newton(h)) * h), None)
-    return lax.scan(step, v, weights)[0]
-
-
-def shifted_layers(v, weight):
-    """Layers in a loop that compute a value of weights alone, with float32 numbers."""
-    step = lambda h, _: (rounded(jnp.tanh(h @ rounded(weight + np.float32(0.5)))), None)
-    return lax.scan(step, v, None, length=3)[0]
-
-
-def one_of_two(v, weight):
-    """A branch that depends on the weights and contains float32 numbers."""
-    double = lambda v: v @ rounded(weight * np.float32(2))
-    return lax.cond(jnp.sum(weight**2) > np.float32(0.1), double, lambda v: v @ weight, v)
-
-
-def layer_norm(v):
-    return (v - jnp.mean(v)) / jnp.sqrt(jnp.var(v) + 1e-5)
-
-
-def rms_norm(v):
-    return v * lax.rsqrt(jnp.mean(v**2) + 1e-6)
-
-
-def fourier(s):
-    return jnp.concatenate([f(2.0 ** jnp.arange(3) * s) for f in (jnp.sin, jnp.cos)])
-
-
-def hermite(x):
-    basis = [jnp.ones_like(x), x]
-    for k in range(1, 3):
-        basis.append(x * basis[-1] - k * basis[-2])
-    return jnp.stack(basis, -1)
-
-
-def positive(m):
-    """Returns a well-conditioned symmetric matrix."""
-    return jnp.eye(m.shape[-1]) * 2 + rounded(jnp.tanh(m).T @ jnp.tanh(m)) / m.shape[0]
-
-
-def linear(v, weight, bias):
-    layer = eqx.nn.Linear(weight.shape[1], weight.shape[0], key=jax.random.key(0))
-    return eqx.tree_at(lambda m: (m.weight, m.bias), layer, (weight, bias))(v)
-
-
-def convolution(v, kernel):
-    layer = eqx.nn.Conv1d(1, 2, 3, padding=1, use_bias=False, key=jax.random.key(0))
-    return eqx.tree_at(lambda m: m.weight, layer, kernel)(v[None])
-
-
-def attention(tokens, q, k, v, o):
-    size = tokens.shape[-1]
-    layer = eqx.nn.MultiheadAttention(1, size, key=jax.random.key(0))
-    where = lambda m: [x.weight for x in (m.query_proj, m.key_proj, m.value_proj, m.output_proj)]
-    return eqx.tree_at(where, layer, [q, k, v, o])(tokens, tokens, tokens)
 
 
 def _lines(text):
@@ -547,6 +385,62 @@ one_of_two({v}, {W:n,n})
 (lambda k: jax.checkpoint(lambda k, v: v @ (k / jnp.linalg.norm(k) + 1))(k, {v}))({W:n,n})
 """
 
+DECISIONS = """
+jnp.where({x} > {t}, {x} ** 2, jnp.sin({x}))
+jnp.where({x} - {t} > 0, 3 * {x}, {x})
+jnp.maximum({x}, {t}) * {x}
+jnp.minimum({x} - {t}, 0.0) + {x}
+jnp.sign({x} - {t}) * {x}
+jnp.heaviside({x} - {t}, 0.5) + {x} ** 2
+jnp.clip({x}, {t}, {t} + 0.5) * {x}
+jax.nn.relu({x} - {t})
+jnp.abs({x} - {t}) * jnp.cos({x})
+({x} >= {t}) * {x}
+lax.select({x} < {t}, {x} * 2, jnp.tanh({x}))
+jnp.where(jnp.tanh({x}) > jnp.tanh({t}), 2 * {x}, {x})
+jnp.where({x} + {b} > {t} + {b}, {x} * {b}, {x})
+lax.cond({s} > {t}, jnp.sin, lambda e: 3 * e, {s})
+jnp.floor({x} - {t}) + {x} ** 2
+own(lambda e: jnp.where(e > {t}, 2 * e, e))({x})
+jax.checkpoint(lambda e: jnp.where(e - {t} > 0, 2 * e, jnp.tanh(e)))({x})
+thresholded({v}, {W:n,n}, {t})
+jnp.where({v} > {t}, {v} @ {W:n,n}, {v})
+jnp.sum(jnp.where({m} > {t}, {m} ** 2, 0.0), 1)
+"""
+
+# Weights that are made of parameters and of something else, skips in loops, and products of two
+# networks.
+MADE = """
+{v} @ jnp.tril({W:n,n})
+{v} @ ({W:n,n} + jnp.eye({n}))
+{v} @ ({W:n,n} * (jnp.arange({n}) % 2))
+(lambda k: {v} @ (k + k.T))({W:n,n})
+{v} @ ({W:n,2} @ {W:2,n})
+{v} @ jnp.concatenate([{W:n,4}, {W:n,2}], 1)
+{v} @ jnp.concatenate([{W:n,4}, jnp.ones(({n}, 2))], 1)
+{v} @ jnp.pad({W:n,3}, ((0, 0), (0, 2)))
+(lambda k: {v} @ (k / jnp.linalg.norm(k)))({W:n,8})
+{v} @ (jnp.exp({W:8} / 2) * {W:n,8})
+(lambda k: {v} @ (k - jnp.mean(k, 0)))({W:n,8})
+{v} @ jnp.zeros(({n}, {n})).at[0].set({W:n})
+(lambda k: {v} @ jnp.where(k > 0, k, 0.1 * k))({W:n,8})
+jnp.tanh({m} @ (jnp.triu({W:l,l}) + 0.5))
+(lambda k: {v} @ (k / jnp.sqrt(jnp.sum(k**2, 0) + 1e-3)))({W:n,8})
+skipping({v}, {W:n,n}, 0.1)
+skipping({v}, {W:n,n}, 0.01)
+leaking({v}, {W:n,n}, {W:1}[0])
+gated({v}, {W:n,n}, {W:n,n})
+unrolled({v}, {W:3,n,n})
+lax.scan(lambda h, k: (h + 0.1 * jnp.tanh(h @ k), None), {v}, {W:4,n,n})[0]
+jnp.tanh({v} @ {W:n,4}) @ jnp.tanh({u} @ {W:n,4})
+jnp.tanh({v} @ {W:n,4}) * jnp.sin({u} @ {W:n,4})
+jnp.outer(jnp.tanh({v} @ {W:n,4}), jnp.tanh({u} @ {W:n,3}))
+jnp.tanh({m} @ {W:l,4}) @ jnp.tanh({m} @ {W:l,4}).T
+jnp.einsum("ip,jp,p->ij", jnp.tanh({m} @ {W:l,4}), {m} @ {W:l,4}, {W:4})
+jnp.sum(jnp.tanh({m} @ {W:l,4}) * jnp.tanh({m} @ {W:l,4}), 1)
+jax.vmap(lambda e: jnp.tanh({W:4,l} @ e) @ jnp.sin({W:4,l} @ e))({m})
+"""
+
 # Common preparations of a batch for a model. `a` lies near 1e4, `z` near 1e-3, and `t` in [0, 1],
 # half of the time within 1e-2.
 PREPARATIONS = _lines("""
@@ -657,6 +551,11 @@ jax.nn.softmax((x @ {W:4,8}) @ (x @ {W:4,8}).T) @ x
 jnp.tanh((a - jnp.mean(a, 0)) @ {W:4,8}) / (1e-3 + jnp.std(a))
 jnp.tanh(x @ {W:4,8} + {W:8})
 jax.nn.sigmoid(x @ {W:4,8})
+jnp.tanh(x @ jnp.tril({W:4,4})) @ ({W:4,8} + 0.5)
+lax.fori_loop(0, 10, lambda i, h: h + 0.1 * jnp.tanh(h @ {W:4,4}), x)
+jnp.tanh(x @ {W:4,6}) @ jnp.tanh({W:8,3} @ {W:3,6}).T
+jnp.tanh(x @ {W:4,6}) @ jnp.tanh(x[::-1] @ {W:4,6}).T
+jnp.sum(jnp.tanh(x @ {W:4,6}) * jnp.tanh((a - 1e4) @ {W:4,6}), 1)
 """)
 
 FAMILIES = {
@@ -667,5 +566,7 @@ FAMILIES = {
     "vectors": (3, _lines(VECTORS)),
     "matrices": (2, _lines(MATRICES)),
     "weighted": (5, _lines(WEIGHTED)),
+    "decisions": (2, _lines(DECISIONS)),
+    "made": (3, _lines(MADE)),
 }
 """Templates, with the odds of drawing from each family."""

@@ -36,10 +36,16 @@ DRAWN = 2**16
 
 
 class Rounding:
-    """Multiplies by 1 ± a rounding, with different signs each time."""
+    """Multiplies by 1 ± a rounding, with different signs each time.
 
-    def __init__(self, rng, full, half):
-        self.signs, self.formats = rng.choice([-1.0, 1.0], DRAWN), {"full": full, "half": half}
+    With `value`, what a model computes is rounded in that format, and only what the backward pass
+    keeps is rounded in `half`. Cotangents are then full.
+    """
+
+    def __init__(self, rng, full, half, value=None):
+        self.signs = rng.choice([-1.0, 1.0], DRAWN)
+        self.formats = {"full": full, "kept": half}
+        self.formats |= {"half": value or half, "cotangent": full if value else half}
         self.count = 0
 
     def __call__(self, x, kind="full"):
@@ -63,7 +69,8 @@ _rounded.def_abstract_eval(lambda x, **_: x)
 mlir.register_lowering(_rounded, lambda _, x, **params: [x])
 batching.primitive_batchers[_rounded] = lambda xs, dims, **ps: (_rounded.bind(*xs, **ps), dims[0])
 # Derivatives and cotangents are stored and rounded on their own.
-ad.deflinear2(_rounded, lambda cotangent, _, **params: [_rounded.bind(cotangent, **params)])
+_BACK = {"half": "cotangent"}
+ad.deflinear2(_rounded, lambda g, _, kind: [_rounded.bind(g, kind=_BACK.get(kind, kind))])
 
 
 def rounded(x, kind="half"):

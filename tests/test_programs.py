@@ -6,9 +6,11 @@ import zlib
 import by_numpy
 import jax
 import numpy as np
+import program_functions as functions
 import program_operations as operations
 import programs
 import pytest
+from program_drawing import Drawing, Program, draw_program, finished, inputs_of, short
 from program_modes import MODES
 
 
@@ -41,7 +43,7 @@ def test_many_programs(name):
 def of_point(*lines, weights=(), q=(0.3, -0.4, 0.5)):
     named = tuple((f"v{i}", text) for i, text in enumerate(lines))
     q = np.float64(np.float32(q))[None]
-    return programs.Program("point", {"q": q}, weights, named, named[-1][0])
+    return Program("point", {"q": q}, weights, named, named[-1][0])
 
 
 OPTIONS = {"size": 3, "outputs": 1, "how": "call", "points": 1, "operators": {}, "call": "partials"}
@@ -98,10 +100,10 @@ def test_a_rule_that_is_no_derivative_has_the_upper_half_of_a_hessian():
 def test_what_is_cast_is_judged_beside_a_cast_by_hand():
     """An offset near 1e4 loses all digits in half, in any implementation."""
     o = {"how": "call", "half": "bfloat16", "gradient": {}}
-    inputs = {k: np.zeros(8) for k in "xazty"} | {"table": operations.TABLE}
-    inputs["a"] = programs.short(1e4 + np.random.default_rng(0).normal(size=(8, 4)), 2)
+    inputs = {k: np.zeros(8) for k in "xazty"} | {"table": functions.TABLE}
+    inputs["a"] = short(1e4 + np.random.default_rng(0).normal(size=(8, 4)), 2)
     lines = (("v0", "jnp.linalg.norm(a - 1e4, axis=1)"), ("v1", "jnp.sum(w[0] * jnp.tanh(v0))"))
-    program = programs.Program("loss", inputs, (np.linspace(-1.0, 2.0, 8),), lines, "v1")
+    program = Program("loss", inputs, (np.linspace(-1.0, 2.0, 8),), lines, "v1")
     verdict = programs.judge(programs.Case("cast", program, o))
     assert verdict.status == "undecidable", verdict
     kept = o | {"gradient": {"keep_full": (False, *[True] * 6)}}
@@ -110,7 +112,7 @@ def test_what_is_cast_is_judged_beside_a_cast_by_hand():
 
 def test_programs_are_reproducible():
     with programs.standard(), jax.enable_x64(True):
-        draw = lambda: programs.draw_program(np.random.default_rng(5), MODES["partials"], OPTIONS)
+        draw = lambda: draw_program(np.random.default_rng(5), MODES["partials"], OPTIONS)
         one, other = draw(), draw()
     assert one.source() == other.source()
 
@@ -135,7 +137,7 @@ def ending_in(template, name):
     for attempt in range(20):
         rng = np.random.default_rng([zlib.crc32(template.encode()), attempt])
         with programs.standard(), jax.enable_x64(True):
-            drawing = programs.Drawing(rng, mode.kind, programs.inputs_of(rng, mode.kind, o))
+            drawing = Drawing(rng, mode.kind, inputs_of(rng, mode.kind, o))
             if mode.kind == "point":
                 drawing.add(f"q @ {{W:{o['size']},4}} + {{W:4}}")
                 drawing.add("jnp.outer({v}, {u})")
@@ -156,7 +158,7 @@ def decides(template, name):
     """Returns whether a program ending in the template agrees with float64. None may be wrong."""
     for drawing, rng in ending_in(template, name):
         with programs.standard(), jax.enable_x64(True):
-            program = programs.finished(rng, drawing, MODES[name], ALONE[name])
+            program = finished(rng, drawing, MODES[name], ALONE[name])
         if program is None:
             continue
         case = programs.Case(name, program, ALONE[name])

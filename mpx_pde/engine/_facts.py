@@ -176,7 +176,11 @@ class Facts:
         limit = float(jnp.finfo(self.half).max)
         large = lambda x: np.any(np.isfinite(x) & (np.abs(x) > limit))
         numbers = (
-            x.value for x in step.inputs if isinstance(x, Constant) and np.ndim(x.value) == 0
+            x.value
+            for x in step.inputs
+            if isinstance(x, Constant)
+            and np.ndim(x.value) == 0
+            and jnp.issubdtype(x.aval.dtype, jnp.number)  # not the tangent of an integer
         )
         return any(self.of[x].beyond for x in step.variables) or any(map(large, numbers))
 

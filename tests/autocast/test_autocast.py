@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from helpers import HALVES, assert_half, equations, normal, scalar, tree_allclose, tree_equal_bits
 from jax import lax
-from program_operations import own
+from program_functions import own
 
 import mpx_pde as mpx
 

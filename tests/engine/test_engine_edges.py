@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from helpers import HALVES, TOLERANCES, in_float64, normal, policy, program_for_gpu, relative
 from jax import lax
-from program_operations import magnitude, own, swish
+from program_functions import magnitude, own, swish
 
 import mpx_pde as mpx
 from mpx_pde.engine import _together

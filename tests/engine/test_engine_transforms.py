@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from helpers import over_devices, relative
 from jax.sharding import PartitionSpec as P
-from program_operations import newton, own
+from program_functions import newton, own
 
 import mpx_pde as mpx
 

@@ -316,6 +316,20 @@ def test_a_mask_beyond_the_range_of_float16_is_no_overflow():
     assert relative(got, jax.grad(loss)(WEIGHT, STATES)) < TOLERANCES["float16"]
 
 
+def test_tangents_of_integers_in_a_loss():
+    """The second argument of `ldexp` has a tangent of no numbers, which `partials` meets."""
+
+    def loss(w, x):
+        u = lambda q: jnp.sum(jnp.ldexp(jnp.tanh(q @ w), 2))
+        return squared(jax.vmap(mpx.partials(u, ["u_x"], coords="xy", outputs="u"))(x)["u_x"])
+
+    params, points = LAYERS[0][:2], POINTS[:, :2]
+    _, _, finite, got = gradient(loss, "bfloat16")(params, points)
+    want = jax.grad(lambda w, x: squared(4 * jnp.sum(w[0] / jnp.cosh(x @ w) ** 2, -1)))
+    assert finite
+    assert relative(got, want(params, points)) < TOLERANCES["bfloat16"]
+
+
 def test_forward_mode_around_the_gradient():
     loss, params, *data = PROGRAMS["made weights: tril"]
     of = lambda p: gradient(loss, "float16", keep_full=(False, True))(p, *data)[3]
