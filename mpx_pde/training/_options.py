@@ -9,6 +9,8 @@ from typing import Any, TypeVar, cast
 import equinox as eqx
 import jax.tree_util as jtu
 
+from .._calls import named
+from .._types import ForwardLike, PolicyLike, PyTree
 from .._wrapper import check_bound
 from ..modes._choice import mode_of
 
