@@ -14,6 +14,7 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float
 
+from .._cast import arrays_in_full
 from .._forward import Forward, without_halves
 from .._loss_scaling import DynamicLossScaling
 from .._notes import noting
@@ -137,7 +138,9 @@ class Residuals(eqx.Module):
         forward = Forward(self.forward, backward)
         in_forward = InForward(fun, forward)
         values = lambda p, static, x: (self._residual(in_forward, p, static, x), ())
-        (r, _), pull = linearized(values, forward, params, static, x, in_full=lambda _: True)
+        held = arrays_in_full(params)
+        in_full = lambda array: id(array) in held
+        (r, _), pull = linearized(values, forward, params, static, x, in_full=in_full)
         return r, lambda cotangent: (pull(cotangent),)
 
     def _residual(self, fun: Callable[..., Any], params: PyTree, static: PyTree, x: Any) -> Array:
