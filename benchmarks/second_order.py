@@ -22,13 +22,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import mpx_pde as mpx
 
+from . import _rivals
 from ._chips import CHIPS
 from ._deviceless import CUBLAS, compile_for
 from ._problems import problems
+from ._race import PROBLEMS
 from ._report import Report, interleave
 from ._roofline import Roofline, summary
 
@@ -119,124 +120,82 @@ def measure(report: Report, rounds: int, quick: bool) -> None:
         report.record("steps", precision=precision, **last)
 
 
-# --- The race on Poisson's equation, where parameters outnumber points ----------------------
+# --- The race of methods and rivals ---------------------------------------------------------
 
-DIMS, WIDTHS, ROWS = (2, 3, 5), (32, 64, 128), 500
-PRIMAL_MOST = 3000  # parameters
-RACED = {
+PRIMAL_MOST, DENSE_MOST = 3000, 1500  # parameters
+OURS = {
     "primal": {"method": "primal"},
     "dual": {"method": "dual"},
     "dual-float32": {"method": "dual", "jacobian": "float32"},
     "dual-bfloat16": {"method": "dual", "jacobian": "bfloat16"},
     "low_rank": {"method": "low_rank"},
+    "auto": {},
 }
 """Options of `LevenbergMarquardt` with a float64 residual."""
 
 
-class Poisson(NamedTuple):
-    """The Laplacian of `u` on a unit cube, whose solution is the mean of sines, with a network of
-    float64. Every fifth point is on the boundary."""
-
-    dims: int
-
-    def exact(self, x: Any) -> Any:
-        return jnp.mean(jnp.sin(jnp.pi * x))
-
-    def interior(self, model: Any, x: Any) -> Any:
-        found = mpx.laplacian(model, coords="xyzvw"[: self.dims], outputs="u")(x)
-        return (found["lap_u"] + jnp.pi**2 * self.exact(x)) / 10
-
-    def boundary(self, model: Any, x: Any) -> Any:
-        return jnp.reshape(model(x), ()) - self.exact(x)
-
-    def samples(self, count: int) -> tuple[mpx.Points, mpx.Points]:
-        low, high, edge = [0.0] * self.dims, [1.0] * self.dims, count // 5
-        inside = mpx.Points(low, high, count - edge)
-        return inside, mpx.Points(low, high, edge, faces=range(self.dims))
-
-    def error(self, model: Any) -> float:
-        points = mpx.Points([0.0] * self.dims, [1.0] * self.dims, 2000)(None, key=jax.random.key(9))
-        want = jax.vmap(self.exact)(points)
-        got = jnp.ravel(jax.vmap(model)(points))
-        return float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
-
-
-def _ours(options: dict[str, Any], residuals: Any, model: Any) -> tuple[Any, Any, Any]:
-    """Returns a function that takes a step, its first state, and one that computes the loss."""
+def _ours(options: dict[str, Any], residuals: Any, model: Any, batches: Any) -> tuple[Any, Any]:
+    """Returns a function that takes a step, and its first state."""
     optimizer = mpx.LevenbergMarquardt(residuals, forward="float64", **options)
-    return optimizer.update, optimizer.init(model), lambda state: state.loss
+    return optimizer.update, optimizer.init(model)
 
 
-def _lbfgs(residuals: Any, model: Any) -> tuple[Any, Any, Any]:
-    """L-BFGS as Optax recommends it, with its zoom line search."""
-    optimizer = optax.lbfgs()
-    params, static = eqx.partition(model, eqx.is_inexact_array)
-
-    def update(model, state, batches):
-        def loss(params):
-            each = zip(residuals, batches, strict=True)
-            whole = eqx.combine(params, static)
-            return sum(jnp.mean(jax.vmap(f, (None, 0))(whole, x) ** 2) for f, x in each)
-
-        params = eqx.filter(model, eqx.is_inexact_array)
-        value, grad = optax.value_and_grad_from_state(loss)(params, state=state)
-        updates, state = optimizer.update(
-            grad, state, params, value=value, grad=grad, value_fn=loss
-        )
-        return eqx.apply_updates(model, updates), state
-
-    value = lambda state: optax.tree.get(state, "value")
-    return update, optimizer.init(params), value
-
-
-def race(report: Report, seconds: int, seeds: list[int], quick: bool) -> None:
-    """Lets each method and rival train for some CPU seconds from the same weights and points."""
-    sizes = itertools.product(seeds, DIMS[:1] if quick else DIMS, WIDTHS[:1] if quick else WIDTHS)
+def race(
+    report: Report, seconds: int, seeds: list[int], names: list[str], rivals: list[str], quick: bool
+) -> None:
+    """Lets methods and rivals train for some CPU seconds from the same weights and points."""
     keys = [
-        {"dims": dims, "width": width, "seed": seed, "rival": rival}
-        for (seed, dims, width), rival in itertools.product(sizes, (*RACED, "lbfgs"))
+        {"problem": name, "seed": seed, "rival": rival}
+        for seed, name, rival in itertools.product(seeds, names, rivals)
     ]
     for key in report.missing("race", keys):
         with jax.enable_x64(True):
-            if (found := _raced(key, seconds)) is not None:
+            if (found := _raced(report, key, 1 if quick else seconds)) is not None:
                 report.record("race", **key, **found)
 
 
-def _raced(key: dict[str, Any], seconds: int) -> dict[str, Any] | None:
-    problem, seed = Poisson(key["dims"]), jax.random.key(key["seed"])
-    shape = problem.dims, 1, key["width"], 3
-    model: Any = eqx.nn.MLP(*shape, jnp.tanh, key=seed, dtype=jnp.float64)
+def _raced(report: Report, key: dict[str, Any], seconds: int) -> dict[str, Any] | None:
+    problem, rival, seed = PROBLEMS[key["problem"]], key["rival"], jax.random.key(key["seed"])
+    model: Any = problem.network(seed)
     count = sum(x.size for x in jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array)))
-    if key["rival"] == "primal" and count > PRIMAL_MOST:
+    dense = DENSE_MOST if rival in _rivals.DENSE else PRIMAL_MOST if rival == "primal" else count
+    if count > dense:
         return None
-    residuals = (problem.interior, problem.boundary)
-    drawn = problem.samples(ROWS)
-    batches = tuple(draw(None, key=jax.random.fold_in(seed, i)) for i, draw in enumerate(drawn))
-    begin = partial(_ours, RACED[key["rival"]]) if key["rival"] in RACED else _lbfgs
-    update, state, loss = begin(residuals, model)
+    residuals, batches = problem.residuals, problem.batches(seed)
+    begin = partial(_ours, OURS[rival]) if rival in OURS else _rivals.RIVALS[rival]
+    try:
+        update, state = begin(residuals, model, batches)
+    except ModuleNotFoundError as error:
+        report.note(f"Left out {rival}: {error}")
+        return None
     arrays, static = eqx.partition((model, state), eqx.is_array)
 
     def step(arrays, batches):
         return eqx.filter(update(*eqx.combine(arrays, static), batches), eqx.is_array)
 
+    loss = eqx.filter_jit(partial(_rivals.loss_of, residuals))
     compiled = jax.jit(step).lower(arrays, batches).compile()
     memory: Any = compiled.memory_analysis()
-    steps, spent, curve = 0, 0.0, []
+    steps, spent, curve, due = 0, 0.0, [], 0.0
     while spent < seconds:
         began = time.process_time()
         arrays = jax.block_until_ready(compiled(arrays, batches))
         spent, steps = spent + time.process_time() - began, steps + 1
-        if steps & (steps - 1) == 0 or spent >= seconds:
-            model, state = eqx.combine(arrays, static)
-            curve.append((steps, round(spent, 2), float(loss(state)), problem.error(model)))
+        if spent >= due or spent >= seconds:
+            model, _ = eqx.combine(arrays, static)
+            told = float(loss(model, batches)), problem.error(model)
+            curve.append((steps, round(spent, 3), *told))
+            due = max(1.15 * spent, 0.1)
+    rows = eqx.filter_eval_shape(partial(_rivals.values, residuals), model, batches)
     return {
         "parameters": count,
-        "rows": ROWS,
+        "rows": rows.size,
+        "version": _rivals.version_of(rival),
         "steps": steps,
         "cpu_seconds": spent,
         "loss": curve[-1][2],
         "error": curve[-1][3],
-        "temp_bytes": memory.temp_size_in_bytes,
+        "bytes": memory.temp_size_in_bytes + memory.output_size_in_bytes,
         "curve": curve,
     }
 
@@ -249,6 +208,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", choices=CHIPS, help="compile for this chip, and predict")
     parser.add_argument("--time", type=int, help="time so many steps of a wide network")
     parser.add_argument("--race", type=int, help="CPU seconds of each method and rival")
+    parser.add_argument("--rivals", nargs="+", help="methods of the race, by default all")
     parser.add_argument("--resume", action="store_true", help="keep the trainings in the file")
 
 
@@ -265,7 +225,9 @@ def run(report: Report, args: argparse.Namespace) -> None:
         report.name = "second_order-race"
         if args.resume:
             report.resume("race")
-        race(report, args.race, args.seeds, args.quick)
+        names = args.problems or list(PROBLEMS)
+        rivals = args.rivals or [*OURS, *_rivals.RIVALS]
+        race(report, args.race, args.seeds, names[: 1 if args.quick else None], rivals, args.quick)
         return
     deep = importlib.import_module("examples.problems._deep")
     steps, points = 4 if args.quick else args.steps, deep.POINTS

@@ -200,6 +200,13 @@ def _map_arrays(fn: Callable, tree: PyTree, keep: tuple[type, ...]) -> PyTree:
 _KEPT_IN_CALLS = (FullPrecision, eqx.nn.State)
 
 
+def arrays_in_full(tree: PyTree) -> frozenset[int]:
+    """Returns the `id` of each array in a [`mpx_pde.FullPrecision`][]."""
+    held = jtu.tree_leaves(tree, is_leaf=lambda x: isinstance(x, FullPrecision))
+    inside = (jtu.tree_leaves(x) for x in held if isinstance(x, FullPrecision))
+    return frozenset(id(x) for leaves in inside for x in leaves)
+
+
 def map_operands(fn: Callable, tree: PyTree) -> PyTree:
     """Maps `fn` over the leaves that are not kept in full precision."""
     return _map_arrays(fn, tree, _KEPT_IN_CALLS)

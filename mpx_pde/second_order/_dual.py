@@ -77,57 +77,66 @@ class Kernel(eqx.Module):
     - `rest`: the lower triangle of `R Rᵀ`, with products in the precision of the Jacobian.
     - `along`: `J V`.
     - `squares`: the squared norms of the columns of `J`.
-    - `powered`: `Jᵀ J V`.
+    - `leading`: the reflector whose first columns are `V`.
     """
 
     rest: Float[Array, "rows rows"]
     along: Float[Array, "rows leading"]
     squares: Float[Array, " columns"]
-    powered: Float[Array, "columns leading"]
+    leading: Reflector
 
 
 def kernel(
     rows: Callable[[Any], Float[Array, "rows columns"]],
     blocks: Any,
     strips: int,
-    leading: Reflector,
+    before: Reflector,
     precision: str,
 ) -> Kernel:
     """Sums over `rows(block)` for each of the blocks, which are stacked along a leading axis. They
     make `strips` of as many blocks each.
 
     `J Jᵀ = J V Vᵀ Jᵀ + R Rᵀ`. So the rounding of `R Rᵀ` is relative to what the leading directions
-    leave. The rows of a strip are kept, in the precision of their products. Those before it are
-    computed again for each strip, and nothing else is as large as a Jacobian.
+    leave. `V` spans `Jᵀ J U`, a step of the power method from the directions `U` of the step
+    before. These are of another Jacobian: with `U` in place of `V`, late solves with a bfloat16
+    matrix take up to 37 iterations. The rows of a strip are kept, in the precision of their
+    products. Those before it are computed again for each strip, and nothing else is as large as a
+    Jacobian.
     """
-    several, wide = leading.y.shape[1], dtypes.canonicalize_dtype("float64")
-
-    def turned(jac):
-        out = leading(jac.astype(wide)) if several else jac
-        return out[:, :several], Rounded.of(out[:, several:], precision)
-
-    def summed(sums, block):
-        jac = rows(block)
-        along, rest = turned(jac)
-        squares, powered = sums
-        with jax.default_matmul_precision("highest"):
-            powered = powered + jac.astype(wide).T @ along
-        return (squares + jnp.sum(jac**2, axis=0), powered), (along, rest)
-
+    several, wide = before.y.shape[1], dtypes.canonicalize_dtype("float64")
     count = len(jax.tree.leaves(blocks)[0])
     inner = count // strips
     block = lambda j: jax.tree.map(lambda x: x[j], blocks)
     shape = jax.eval_shape(rows, block(0))
     (each, columns), dtype = shape.shape, shape.dtype
-    begin = jnp.zeros(columns, dtype), jnp.zeros((columns, several), wide)
-    if count == 1:
-        (squares, powered), (along, rest) = summed(begin, block(0))
-        return Kernel(rest.by_itself(precision), along, squares, powered)
+    spans = before.spans()
 
-    def strip(carry, i):
-        sums, out = carry
+    def powered(sums, jac):
+        squares, power = sums
+        with jax.default_matmul_precision("highest"):
+            power = power + jac.astype(wide).T @ (jac.astype(wide) @ spans)
+        return squares + jnp.sum(jac**2, axis=0), power
+
+    begin = jnp.zeros(columns, dtype), jnp.zeros((columns, several), wide)
+    only = rows(block(0)) if count == 1 else None
+    if only is not None:
+        squares, power = powered(begin, only)
+    else:
+        add = lambda sums, block: (powered(sums, rows(block)), None)
+        squares, power = lax.scan(add, begin, blocks)[0]
+    leading = _spanned(power, before) if several else before
+
+    def turned(jac):
+        out = leading(jac.astype(wide)) if several else jac
+        return out[:, :several], Rounded.of(out[:, several:], precision)
+
+    if only is not None:
+        along, rest = turned(only)
+        return Kernel(rest.by_itself(precision), along, squares, leading)
+
+    def strip(out, i):
         mine = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * inner, inner), blocks)
-        sums, (along, rest) = lax.scan(summed, sums, mine)
+        along, rest = lax.map(lambda block: turned(rows(block)), mine)
         rest = Rounded(rest.rows.reshape(inner * each, columns - several), rest.scale.ravel())
         first = i * inner * each
         out = lax.dynamic_update_slice(out, rest.by_itself(precision), (first, first))
@@ -136,12 +145,18 @@ def kernel(
             _, other = turned(rows(block(j)))
             return lax.dynamic_update_slice(out, rest.by(other, precision), (first, j * each))
 
-        return (sums, lax.fori_loop(0, i * inner, before, out)), along
+        return lax.fori_loop(0, i * inner, before, out), along
 
     held = wide if several else dtype
-    start = begin, jnp.zeros((count * each, count * each), held)
-    ((squares, powered), out), along = lax.scan(strip, start, jnp.arange(strips))
-    return Kernel(out, along.reshape(count * each, several), squares, powered)
+    start = jnp.zeros((count * each, count * each), held)
+    out, along = lax.scan(strip, start, jnp.arange(strips))
+    return Kernel(out, along.reshape(count * each, several), squares, leading)
+
+
+def _spanned(power: Float[Array, "columns leading"], before: Reflector) -> Reflector:
+    """Returns a reflector that spans `power`, or the one `before` if it is not finite."""
+    new = Reflector.spanning(power)
+    return select_tree(jnp.all(jnp.isfinite(new.t)), new, before)
 
 
 class Blocks(eqx.Module):
@@ -193,7 +208,6 @@ class Dual:
     at: Linearized
     sums: Kernel
     blocks: Blocks
-    leading: Reflector
     directions: int
     order: np.ndarray
     solver: Any
@@ -209,19 +223,16 @@ class Dual:
         compute, stacked = at.rows(blocks, at.residuals.forward)
         sums = kernel(compute, stacked, strips, first, jacobian)
         order = at.order(blocks)
-        return cls(at, sums, Blocks.of(sums), first, directions, order, solver, refinements)
+        return cls(at, sums, Blocks.of(sums), directions, order, solver, refinements)
 
     @property
     def squares(self) -> Float[Array, " parameters"]:
         return self.sums.squares
 
     def next_leading(self) -> Reflector:
-        """Takes a step of the power method. If it is not finite, returns the directions before."""
-        powered = self.sums.powered.astype(jnp.float32)
-        new = Reflector.spanning(powered) if powered.size else self.leading
-        before = jax.tree.map(lambda x: x.astype(jnp.float32), self.leading)
-        finite = jnp.all(jnp.isfinite(new.t))
-        return select_tree(finite, new, before).padded(self.directions)
+        """Returns the directions of this step."""
+        narrow = jax.tree.map(lambda x: x.astype(jnp.float32), self.sums.leading)
+        return narrow.padded(self.directions)
 
     def factored(self, damping: Float[Array, ""]) -> Solve:
         at, jacobian = self.at, self.at.residuals.jacobian

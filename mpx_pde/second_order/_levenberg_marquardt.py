@@ -27,7 +27,7 @@ from ._checks import check_dampings, check_parameters, check_solver
 from ._choice import MEMORY, METHODS, Choice, chosen, leading_columns
 from ._dual import Dual
 from ._gram import Reflector, first_leading
-from ._low_rank import LowRank
+from ._low_rank import LowRank, examples_at_a_time
 from ._primal import Primal
 from ._residuals import CALL as _CALL, Linearized, Residuals
 from ._search import Damping, Search, System, in_full
@@ -301,8 +301,9 @@ class LevenbergMarquardt(eqx.Module):
                 "all members. Map this call over the state too, or take that of a member."
             )
         batches = self._each(batches)
-        at = Linearized(self._residuals, model, batches, state.scaling)
-        choice = self._chosen(*at.shape)
+        choice = self.choice(model, batches)
+        most = examples_at_a_time(choice.parameters) if choice.method == "low_rank" else None
+        at = Linearized(self._residuals, model, batches, state.scaling, most=most)
         system = self._system(choice.method, at, state)
         rule = Damping(self.min_damping, self.max_damping)
         search = Search.begun(at, system, rule, self.acceleration)

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import dtypes, lax
-from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Float
 
 from .._tree import select_tree
@@ -20,6 +19,14 @@ from ._search import CLOSE, Solve
 _BLOCK, _ROWS = 2**21, 16
 """The number of entries in a block of the Jacobian, and the smallest number of its rows."""
 
+_EXAMPLES, _WORK = 256, 2**25
+"""The smallest number of examples that are evaluated at a time, and that of examples times
+parameters. What is kept of an example is small beside the directions."""
+
+
+def examples_at_a_time(parameters: int) -> int:
+    return max(_EXAMPLES, _WORK // parameters)
+
 
 @dataclasses.dataclass(frozen=True)
 class LowRank:
@@ -30,15 +37,13 @@ class LowRank:
     **Attributes:**
 
     - `squares`: the squared norms of the columns of `J`.
-    - `powered`: `Jᵀ J V`.
-    - `factor`: `F`.
+    - `factor`: `F`, which spans what `Jᵀ J V` does.
     - `vectors`, `values`: the eigenvectors of `Fᵀ F`, and its eigenvalues, which are those of
         `Jᵀ J`, approximately.
     """
 
     at: Linearized
     squares: Float[Array, " parameters"]
-    powered: Float[Array, "parameters leading"]
     factor: Float[Array, "parameters leading"]
     vectors: Float[Array, "leading leading"]
     values: Float[Array, " leading"]
@@ -59,13 +64,16 @@ class LowRank:
         with jax.default_matmul_precision("highest"):
             raised = core + jnp.diag(len(core) * eps * size + jnp.finfo(core.dtype).tiny)
             lower = jnp.linalg.cholesky(raised)
-            factor = solve_triangular(lower, powered.T, lower=True).T
+            turn = {"left_side": False, "lower": True, "transpose_a": True}
+            factor = lax.linalg.triangular_solve(
+                lower, powered, **turn
+            )  # no transpose of `powered`
             values, vectors = jnp.linalg.eigh(factor.T @ factor)
-        return cls(at, squares, powered, factor, vectors, values, leading, refinements)
+        return cls(at, squares, factor, vectors, values, leading, refinements)
 
     def next_leading(self) -> Reflector:
         """Takes a step of the power method. If it is not finite, returns the directions before."""
-        new = Reflector.spanning(self.powered.astype(self.leading.y.dtype))
+        new = Reflector.spanning(self.factor.astype(self.leading.y.dtype))
         return select_tree(jnp.all(jnp.isfinite(new.t)), new, self.leading)
 
     def factored(self, damping: Float[Array, ""]) -> Solve:

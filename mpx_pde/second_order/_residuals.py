@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax import lax
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float
 
+from .._cast import arrays_in_full
 from .._forward import Forward, without_halves
 from .._loss_scaling import DynamicLossScaling
 from .._notes import noting
@@ -21,6 +23,7 @@ from .._split import SPLIT_PRODUCTS
 from .._tree import dealt
 from .._types import PyTree
 from ..engine import InForward, linearized
+from ..interpret._tables import PRODUCTS
 from ..interpret._warnings import traced, warn_user
 from ..training._diagnosis import LEAST_IN_FULL, OF_JACOBIANS, checked
 
@@ -45,16 +48,25 @@ class Residuals(eqx.Module):
         """Returns the dtype of the rows of the Jacobian."""
         return jnp.dtype("float64" if self.jacobian == "float64" else "float32")
 
-    def values(self, params: PyTree, static: PyTree, batches: tuple) -> Float[Array, " rows"]:
+    def values(
+        self, params: PyTree, static: PyTree, batches: tuple, most: int | None = None
+    ) -> Float[Array, " rows"]:
         """Evaluates all residuals at all examples, each weighted by one over the square root of the
-        number of its examples."""
+        number of its examples. Takes at most so many examples at a time, if `most` is given, and
+        keeps only what products return for derivatives."""
         out = []
         for fun, batch in zip(self.functions, batches, strict=True):
-            weight = 1 / math.sqrt(length_of(batch))
+            length = length_of(batch)
             one = ft.partial(self._residual, fun, params, static)
+            count = 1 if most is None else math.ceil(length / most)
             with jax.default_matmul_precision("highest"):
-                r = jax.vmap(one)(batch).astype(self.dtype)
-            out.append(jnp.ravel(r) * weight)
+                if count == 1:
+                    r = jax.vmap(one)(batch)
+                else:
+                    block = jax.checkpoint(jax.vmap(one), policy=_is_product)
+                    r = lax.map(block, _in_blocks(batch, count))
+                    r = jnp.swapaxes(r, 0, 1).reshape(-1, r.shape[-1])[:length]
+            out.append(jnp.ravel(r.astype(self.dtype)) * (1 / math.sqrt(length)))
         return jnp.concatenate(out)
 
     def sizes(self, params: PyTree, static: PyTree, batches: tuple) -> list[int]:
@@ -74,9 +86,7 @@ class Residuals(eqx.Module):
             each = math.ceil(length / count)
             index = jnp.arange(count * each)
             weight = jnp.where(index < length, 1 / math.sqrt(length), 0.0).astype(self.dtype)
-            pick = lambda x: x if count * each == length else x[jnp.minimum(index, length - 1)]
-            cut = lambda x: dealt(pick(jnp.asarray(x)), count)
-            return jtu.tree_map(cut, batch), dealt(weight, count)
+            return _in_blocks(batch, count), dealt(weight, count)
 
         batches, weights = zip(*map(split, batches), strict=True)
         return batches, weights
@@ -132,7 +142,9 @@ class Residuals(eqx.Module):
         forward = Forward(self.forward, backward)
         in_forward = InForward(fun, forward)
         values = lambda p, static, x: (self._residual(in_forward, p, static, x), ())
-        (r, _), pull = linearized(values, forward, params, static, x, in_full=lambda _: True)
+        held = arrays_in_full(params)
+        in_full = lambda array: id(array) in held
+        (r, _), pull = linearized(values, forward, params, static, x, in_full=in_full)
         return r, lambda cotangent: (pull(cotangent),)
 
     def _residual(self, fun: Callable[..., Any], params: PyTree, static: PyTree, x: Any) -> Array:
@@ -156,15 +168,23 @@ class Linearized:
     - `r`: the residuals at all examples.
     - `start`: the parameters as a vector in the dtype of the residuals.
     - `push(v)`, `pull(b)`: `J v` and `Jᵀ b`, exactly.
+    - `most`: the largest number of examples that are evaluated at a time, if there is one.
     """
 
     def __init__(
-        self, residuals: Residuals, model: PyTree, batches: tuple, scaling: DynamicLossScaling
+        self,
+        residuals: Residuals,
+        model: PyTree,
+        batches: tuple,
+        scaling: DynamicLossScaling,
+        *,
+        most: int | None = None,
     ):
         self.residuals, self.batches, self.scaling = residuals, batches, scaling
         self.params, self.static = eqx.partition(model, eqx.is_inexact_array)
         self.theta, self._unravel = ravel_pytree(self.params)
         self.start = self.theta.astype(residuals.dtype)
+        self.most = most
         self.r, self.push = jax.linearize(self.values, self.start)
         if self.r.size == len(batches) and all(map(_is_whole_batch, batches)):
             warn_user(
@@ -186,7 +206,8 @@ class Linearized:
         return self._unravel(flat.astype(self.theta.dtype))
 
     def values(self, flat: Float[Array, " parameters"]) -> Float[Array, " rows"]:
-        return self.residuals.values(self.parameters(flat), self.static, self.batches)
+        params = self.parameters(flat)
+        return self.residuals.values(params, self.static, self.batches, self.most)
 
     def pull(self, b: Float[Array, " rows"]) -> Float[Array, " parameters"]:
         return self._transposed(b)[0]
@@ -221,6 +242,19 @@ class Linearized:
             parts.append(place.reshape(count, each * size))
             begin += length * size
         return np.concatenate(parts, axis=1).ravel()
+
+
+def _in_blocks(batch: PyTree, count: int) -> PyTree:
+    """Deals the examples of a batch out into `count` blocks. The last example fills them up."""
+    length = length_of(batch)
+    index = jnp.minimum(jnp.arange(math.ceil(length / count) * count), length - 1)
+    pick = lambda x: x if len(index) == length else x[index]
+    return jtu.tree_map(lambda x: dealt(pick(jnp.asarray(x)), count), batch)
+
+
+def _is_product(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Returns whether a primitive multiplies matrices; for `jax.checkpoint`."""
+    return primitive.name in PRODUCTS
 
 
 def length_of(batch: PyTree) -> int:

@@ -16,6 +16,7 @@ from jax.flatten_util import ravel_pytree
 
 import mpx_pde as mpx
 from mpx_pde.second_order import _dual, _primal
+from mpx_pde.second_order._residuals import Linearized
 
 
 def first_step(optimizer, model, batch):
@@ -270,13 +271,26 @@ def test_parameters_below_the_precision_of_the_residual_are_told():
 def test_a_float16_jacobian_that_always_overflows_is_told():
     model = eqx.nn.MLP(1, "scalar", 8, 2, key=jax.random.key(0))
     residual = lambda model, x: 1e14 * (model(x) - x[0])
-    optimizer = mpx.LevenbergMarquardt(residual, jacobian="float16")
+    optimizer = mpx.LevenbergMarquardt(residual, jacobian="float16", method="primal")
     low = mpx.DynamicLossScaling(2.0**-24)
     state = dataclasses.replace(optimizer.init(model), scaling=low)
     with pytest.warns(mpx.PrecisionWarning, match="overflows at the smallest loss scale"):
         after, new = updated(optimizer, model, state, POINTS)
     assert tree_equal_bits(after, model)
     assert jnp.isfinite(new.loss)  # the loss of the residual is known
+
+
+def test_the_rows_of_a_half_jacobian_are_half():
+    """But for a first layer in `FullPrecision`, up to the rounding of its cotangents."""
+    model = mpx.nn.CoordinateMLP(1, 1, 8, 2, key=jax.random.key(0))
+
+    def rows(jacobian):
+        of = mpx.LevenbergMarquardt(boundary, jacobian=jacobian)._residuals
+        compute, blocks = Linearized(of, model, (POINTS,), mpx.DynamicLossScaling(1.0)).rows(1)
+        return jax.jit(compute)(jax.tree.map(lambda x: x[0], blocks))
+
+    # The rounding of float16, 2^-11, in a few terms; that of float32 is below 1e-6.
+    assert 1e-5 < relative(rows("float16"), rows("float32")) < 3e-3
 
 
 @pytest.mark.slow
@@ -288,7 +302,8 @@ def test_a_half_jacobian_that_is_hardly_one_is_told(width, depth, warns):
     residual = lambda model, x: model(x)[0] - x[0] ** 2
 
     def trace(jacobian):
-        optimizer = mpx.LevenbergMarquardt(residual, jacobian=jacobian, acceleration=0.0)
+        options = {"jacobian": jacobian, "method": "primal"}
+        optimizer = mpx.LevenbergMarquardt(residual, **options, acceleration=0.0)
         eqx.filter_eval_shape(optimizer.update, model, optimizer.init(model), POINTS)
 
     asked = "`LevenbergMarquardt` was asked for float16, but \\d+% .*`jacobian='float32'`"
