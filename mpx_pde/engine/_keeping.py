@@ -9,8 +9,6 @@ import math
 from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 
 _INFINITE, _LARGEST = 2**30, 2**28
@@ -52,6 +50,10 @@ def _cut(
 ) -> list[int]:
     """Returns the cut of smallest size that is nearest to the wanted variables. Each variable is an
     edge between two nodes of the graph."""
+    # Their import takes as long as an eighth of all others of this library.
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
     place = {x: i for i, x in enumerate(nodes)}
     source, sink = 2 * len(nodes), 2 * len(nodes) + 1
     sizes = [max(size(x), 1) for x in nodes]
