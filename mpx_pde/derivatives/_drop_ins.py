@@ -70,7 +70,8 @@ class Derivative:
         out = self.fun(*args, **kwargs)
         return self._pair(out)[0] if self.has_aux else out
 
-    def _derivative(self, args: tuple, kwargs: dict) -> PyTree:
+    def _used(self, args: tuple) -> list[int]:
+        """Returns the positions of the differentiated arguments, in the order of the point."""
         # The arguments in tuples come in the order of the tuples, as `coords` names them.
         tuples = (i for argnums in self.taken if isinstance(argnums, tuple) for i in argnums)
         every = {i for argnums in self.taken for i in _indices(argnums)}
@@ -80,6 +81,28 @@ class Derivative:
                 f"`{self.call}` differentiates in the positional argument {max(used)}, but the "
                 f"function was called with {len(args)}."
             )
+        return used
+
+    def _terms(
+        self, places: dict[int, tuple[int, ...]], coords: Sequence[str], outputs: Sequence[str]
+    ) -> dict[tuple, Term]:
+        """Returns the terms that the entries of the derivative need, by output and directions."""
+        terms: dict[tuple, Term] = {}
+        taken = set[str]()
+        along = [itertools.chain(*(places[i] for i in _indices(argnums))) for argnums in self.taken]
+        # Entries that are equal by symmetry share a term.
+        for output, *dirs in itertools.product(range(len(outputs)), *along):
+            key = output, tuple(sorted(dirs))
+            if key in terms:
+                continue
+            name = outputs[output] + "_" + "".join(coords[i] for i in key[1])
+            # Longer names may run together, so the position tells such terms apart.
+            terms[key] = Term(f"{name} {key}" if name in taken else name, *key)
+            taken.add(name)
+        return terms
+
+    def _derivative(self, args: tuple, kwargs: dict) -> PyTree:
+        used = self._used(args)
         places = _places(args, used, self.call)
         # Plain arithmetic would return a Python number as one, and not as an array.
         args = tuple(jnp.asarray(x) if i in used else x for i, x in enumerate(args))
@@ -94,18 +117,7 @@ class Derivative:
         coords, count = self._coords(args, used, places), math.prod(shape)
         outputs = self.outputs or (("u",) if count == 1 else None)
         outputs = self._named("outputs", outputs, "u", count)
-        terms: dict[tuple, Term] = {}
-        taken = set[str]()
-        along = [itertools.chain(*(places[i] for i in _indices(argnums))) for argnums in self.taken]
-        # Entries that are equal by symmetry share a term.
-        for output, *dirs in itertools.product(range(count), *along):
-            key = output, tuple(sorted(dirs))
-            if key in terms:
-                continue
-            name = outputs[output] + "_" + "".join(coords[i] for i in key[1])
-            # Longer names may run together, so the position tells such terms apart.
-            terms[key] = Term(f"{name} {key}" if name in taken else name, *key)
-            taken.add(name)
+        terms = self._terms(places, coords, outputs)
         every, values = tuple(terms.values()), {}
         if every:
             call = Evaluation(self.call, at, coords, outputs, every, (), self.scaling, None)

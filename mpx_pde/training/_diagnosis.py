@@ -198,15 +198,13 @@ def _warn_of_states(gradient: Any, args: tuple, program: Program) -> None:
     number = {id(x): i for i, (_, x) in enumerate(leaves)}
     mode = gradient.mode
     rounded, _ = eqx.filter_eval_shape(mode.cast, args, {})
-    inexact = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
-    digits = lambda x: jnp.finfo(x.dtype).nmant if inexact(x) else 0
     for i, (given, narrow) in enumerate(zip(args[1:], rounded[1:], strict=True), start=1):
         structure, paths = jtu.tree_structure(given), jtu.tree_leaves_with_path(given)
         # Plain tuples of arrays are skipped: their structure may match by chance.
         if all(isinstance(k, jtu.SequenceKey) for path, _ in paths for k in path):
             continue
         pairs = zip(paths, jtu.tree_leaves(narrow), strict=True)
-        lost = [eqx.is_array(x) and digits(y) < digits(x) for (_, x), y in pairs]
+        lost = [eqx.is_array(x) and _digits(y) < _digits(x) for (_, x), y in pairs]
         is_alike = ft.partial(_has_structure, structure)
         for found in filter(is_alike, jtu.tree_leaves(aux, is_alike) if any(lost) else ()):
             places = zip(paths, jtu.tree_leaves(found), lost, strict=True)
@@ -223,6 +221,10 @@ def _warn_of_states(gradient: Any, args: tuple, program: Program) -> None:
                     f"Pass `keep_full={(*keep[:i], True, *keep[i + 1 :])}`, or `autocast=True`, "
                     "which casts no argument. If it is meant, filter `mpx_pde.PrecisionWarning`."
                 )
+
+
+def _digits(x: Any) -> int:
+    return jnp.finfo(x.dtype).nmant if jnp.issubdtype(x.dtype, jnp.inexact) else 0
 
 
 def _has_structure(structure: Any, tree: PyTree) -> bool:

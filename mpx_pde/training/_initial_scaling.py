@@ -292,14 +292,17 @@ def _warn_of_starved(derivatives: DerivativeScaling) -> None:
     """Issues a warning if a derivative nearly vanishes while another one with the same scale is in
     range."""
     told = telemetry(derivatives)
-    counts, carried = told["counts"], lambda name: told["exponents"][name] + told["shift"][name]
-    below = lambda name: counts[name][carried(name) < SMALLEST_NORMAL].sum()
-    total = {name: float(x.sum()) for name, x in counts.items()}
-    starved = {name for name in total if below(name) > _STARVED * total[name]}
-    rows = zip(counts, derivatives.strategy.rows, strict=True)
-    scalers = {name: set(dict(row.weights)) for name, row in rows}
-    beside = lambda name: (n for n in total if scalers[n] & scalers[name] and n not in starved)
-    lost = [name for name in total if name in starved and any(map(total.get, beside(name)))]
+    starved: dict[str, set[int]] = {}  # the scalers of each such derivative
+    fed: set[int] = set()  # the scalers of all others
+    for (name, counts), row in zip(told["counts"].items(), derivatives.strategy.rows, strict=True):
+        total = counts.sum()
+        carried = told["exponents"][name] + told["shift"][name]
+        scalers = set(dict(row.weights))
+        if counts[carried < SMALLEST_NORMAL].sum() > _STARVED * total:
+            starved[name] = scalers
+        elif total:
+            fed |= scalers
+    lost = [name for name, scalers in starved.items() if scalers & fed]
     if lost:
         warn_user(
             f"`{_CALL}` ends at derivative scales at which {', '.join(map(repr, lost))} is nearly "
