@@ -23,8 +23,8 @@ _LINES, _COLUMNS = 14, 100
 
 
 def shown(output: str) -> str:
-    """Shortens what a block printed: names of files without folders, long lines wrapped."""
-    text = output.replace(f"{ROOT}/docs/", "").rstrip()
+    """Shortens what a block printed: files without the folders around them, long lines wrapped."""
+    text = re.sub(r"/\S*/site-packages/", "", output.replace(f"{ROOT}/docs/", "")).rstrip()
     lines = []
     for line in text.splitlines():
         wide = len(line) > _COLUMNS and "  " not in line.strip()

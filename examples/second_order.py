@@ -89,7 +89,9 @@ def arguments() -> argparse.ArgumentParser:
         "--precision",
         choices=tuple(PRECISIONS),
         default="float64-float32",
-        help="precision of the residual and, after a hyphen, of its Jacobian",
+        metavar="PRECISION",
+        help=f"precision of the residual and, after a hyphen, of its Jacobian: one of "
+        f"{', '.join(PRECISIONS)}; by default float64-float32",
     )
     options.add_argument("--seed", type=int, default=0, help="seed of weights and points")
     options.add_argument("--steps", type=positive, default=300, help="number of steps")

@@ -60,7 +60,7 @@ class Training:
     outcome: Outcome | None = None
 
     def run(self, steps: int, seed: int, progress: Any, stop: Any) -> None:
-        task = progress.add_task(self.precision, total=steps, loss="compiling")
+        task = progress.add_task(in_words(self.precision), total=steps, loss="compiling")
 
         def follow(taken: int, loss: float, scaling: Any) -> bool:
             done = self.log[-1][0] if self.log else 0
@@ -194,7 +194,7 @@ def main(
     console = Console()
     trainings = [Training(precision) for precision in precisions]
     with stop_on_interrupt() as stop:
-        with progress_bar(console, max(map(len, precisions))) as progress:
+        with progress_bar(console, max(len(in_words(p)) for p in precisions)) as progress:
             for training in trainings:
                 if not stop():
                     training.run(steps, seed, progress, stop)

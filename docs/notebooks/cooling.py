@@ -15,7 +15,7 @@
 #
 # A block with three fins sits on a warm chip. Heat comes in from below, spreads (ΔT = 0)
 # and leaves through the surface (∂T/∂n = −T). The problem belongs to the
-# collection in [`examples/problems`](../../breadth/). Its file contains the energy that the
+# collection in [`examples/problems`](../../results/). Its file contains the energy that the
 # temperature minimizes, the geometry by signed distances and a finite-volume reference. This page
 # trains it for a short while with a handwritten loop.
 

@@ -116,5 +116,5 @@ plt.legend()
 plt.show()
 
 # %% [markdown]
-# Next: [neural operators in half precision](../../spectral/), and their results on [Darcy and
-# Navier–Stokes](../../operators/).
+# Next: [neural operators in half precision](../../operators/), and their [results on Darcy and
+# Navier–Stokes](../../results/#neural-operators).

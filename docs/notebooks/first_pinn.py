@@ -135,5 +135,4 @@ gradient = mpx.filter_grad(loss, runs["float16"][2], keep_full=(False, True))
 print(mpx.precision_report(gradient)(runs["float16"][0], jnp.ones((512, 2)) / 3))
 
 # %% [markdown]
-# Next: [which precision to choose](../../choose/), [derivatives in half
-# precision](../../derivatives/), [full-precision answers](../../forward/).
+# Next: [which precision to choose](../../choose/), [physics-informed networks](../../pinns/).

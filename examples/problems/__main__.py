@@ -82,7 +82,10 @@ def train(name: str, problem: Problem, args: argparse.Namespace) -> None:
                 print(f"{label}  already finished: error {_error(known['error'])}", flush=True)
                 continue
             with Progress(label, trainer.steps) as progress:
-                outcome = trainer(seed, follow=progress.deep if deep else progress.plain)
+                if isinstance(trainer, DeepTrainer):
+                    outcome = trainer(seed, follow=progress.deep)
+                else:
+                    outcome = trainer(seed, follow=progress.plain)
             found.append(outcome.record())
             write(path, found)
             told = f"{label}  error {_error(outcome.error)}"

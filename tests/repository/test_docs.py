@@ -77,6 +77,18 @@ def test_numbers_and_code_of_tables_stay_in_one_piece(html, pieces):
     assert re.sub(r'<span class="piece">(.*?)</span>', r"\1", out, flags=re.DOTALL) == html
 
 
+def test_former_pages_lead_to_sections_that_exist():
+    for name, target in hooks().MOVED.items():
+        page, _, section = target.partition("/#")
+        text = (ROOT / "docs" / f"{page.strip('/')}.md").read_text(encoding="utf-8")
+        headings = re.findall(r"^##+ (.*)$", text, re.MULTILINE)
+        slugs = [
+            re.sub(r"[^a-z0-9]+", "-", h.lower().replace("`", "")).strip("-") for h in headings
+        ]
+        assert not section or section in " ".join(slugs), target
+        assert not (ROOT / "docs" / f"{name}.md").exists()
+
+
 def test_no_formula_is_left_in_latex():
     """No extension renders LaTeX."""
     for page in PAGES:
