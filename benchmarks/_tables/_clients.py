@@ -18,7 +18,7 @@ def _modes(data: Result) -> Iterator[Record]:
             "mode": f"{NAMES[mode]}, {half}",
             "median": statistics.median(row["gradient"] for row in taken),
             "worst": worst,
-            "half": statistics.median(row["half"] for row in rows if row["half"] is not None),
+            "share": statistics.median(row["share"] for row in rows if row["share"] is not None),
             "kept": statistics.median(kept) if kept else None,
             "skipped": sum(row["skipped"] for row in rows) / len(rows),
         }
@@ -31,7 +31,7 @@ modes = Table(
     mode  {mode}
     gradient error, median  {median:.1e}
     worst  {worst.gradient:.1e} ({worst.program})
-    backward products in half, median  {half:.0%}
+    backward products in half, median  {share:.0%}
     kept, relative to float32, median  {kept:.2f}
     skipped of six first steps  {skipped:.1f}
     """,

@@ -37,7 +37,7 @@ class Measured:
     **Attributes:**
 
     - `value`, `gradient`: errors relative to float64 of the first step that was taken.
-    - `half`: the share of the backward pass's products in half, `None` without products.
+    - `share`: the share of the backward pass's products in half, `None` without products.
     - `kept`: the bytes that the backward pass keeps, relative to float32's.
     - `skipped`: the skipped steps of the first `STEPS`.
     - `told`: the first lines of the library's warnings, or of an error. Some functions of JAX take
@@ -46,7 +46,7 @@ class Measured:
 
     value: float
     gradient: float
-    half: float | None
+    share: float | None
     kept: float | None
     skipped: int
     told: tuple[str, ...]

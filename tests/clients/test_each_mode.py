@@ -51,7 +51,7 @@ def checked(name, mode, half):
     assert found.skipped < STEPS, found
     if mode == "forward":
         assert found.value < 2e-5, found  # float32's, after hundreds of steps
-        assert found.half is None or found.half >= SHARES.get(name, 0.9), found
+        assert found.share is None or found.share >= SHARES.get(name, 0.9), found
 
 
 @pytest.mark.parametrize(("name", "mode", "half"), FAST)
