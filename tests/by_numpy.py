@@ -10,7 +10,6 @@ import operator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from program_rounding import ROUNDS
 from scipy import special
 
 from mpx_pde.interpret._jaxpr import CALLS, bodies_of, own_bind
@@ -71,7 +70,12 @@ def _dot(x, y, *, dimension_numbers, **_):
 
 
 def _reduce(ufunc):
-    return lambda x, *, axes, **_: ufunc.reduce(x, axis=tuple(axes))
+    def reduced(x, *, axes, **_):
+        if ufunc in (np.add, np.multiply) and x.dtype.itemsize < 4:  # as XLA accumulates halves
+            return ufunc.reduce(x.astype(np.float32), axis=tuple(axes))
+        return ufunc.reduce(x, axis=tuple(axes))
+
+    return reduced
 
 
 def _plain(function):
@@ -157,7 +161,7 @@ def _run(closed, args, rounding):
     read = lambda v: np.asarray(v.val, v.aval.dtype) if hasattr(v, "val") else env[v]
     for eqn in _needed(jaxpr):
         found = _apply(eqn, list(map(read, eqn.invars)), rounding)
-        if rounding is not None and eqn.primitive.name in ROUNDS:
+        if rounding is not None and eqn.primitive.name in rounding.primitives:
             found = list(map(rounding, found))
         env.update(zip(eqn.outvars, found, strict=True))
     return list(map(read, jaxpr.outvars))

@@ -42,6 +42,8 @@ class Rounding:
     keeps is rounded in `half`. Cotangents are then full.
     """
 
+    primitives = ROUNDS
+
     def __init__(self, rng, full, half, value=None):
         self.signs = rng.choice([-1.0, 1.0], DRAWN)
         self.formats = {"full": full, "kept": half}

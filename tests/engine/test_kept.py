@@ -1,12 +1,13 @@
-"""Tests what a loss with a full forward pass keeps, and the gradient that follows from it."""
+"""Tests what a loss with a full forward pass keeps, and the gradient that follows from it.
 
-import diffrax
+Programs of other people's shapes are in `tests/clients`."""
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optimistix
 import pytest
+from clients.sequences import leaky
 from helpers import HALVES, normal, policy, relative
 
 import mpx_pde as mpx
@@ -45,116 +46,6 @@ def squared(x):
 
 def evolved(step, state, length):
     return jax.lax.scan(lambda u, _: (step(u), None), state, length=length)[0]
-
-
-def euler(steps):
-    def loss(w, u, dt):
-        return squared(evolved(lambda u: u + dt * jnp.tanh(u @ w.T), u, steps) - 2 * u)
-
-    return loss, 0.3 * WEIGHT, STATES, jnp.float32(1 / steps)
-
-
-def leaky(p, u):
-    cell = lambda u, t: (u * (1 - p[1]) + p[1] * jnp.sin(u @ p[0] + t), None)
-    return squared(jax.lax.scan(cell, u, jnp.arange(400.0) / 100)[0])
-
-
-def lstm(p, x):
-    def cell(carry, x):
-        h, c = carry
-        i, f, o, g = jnp.split(jnp.concatenate([x, h], -1) @ p, 4, -1)
-        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
-        h = jax.nn.sigmoid(o) * jnp.tanh(c)
-        return (h, c), h
-
-    zeros = jnp.zeros((16, 32))
-    return squared(jax.lax.scan(cell, (zeros, zeros), x)[1] - 0.3)
-
-
-def gru(p, x):
-    def cell(h, x):
-        z, r = (jax.nn.sigmoid(jnp.concatenate([x, h], -1) @ w) for w in p[:2])
-        return (1 - z) * h + z * jnp.tanh(jnp.concatenate([x, r * h], -1) @ p[2]), None
-
-    return squared(jax.lax.scan(cell, jnp.zeros((16, 32)), x)[0] - 0.3)
-
-
-def runge_kutta(p, u):
-    slope, dt = lambda u: jnp.tanh(u @ p[0]) @ p[1], 0.01
-
-    def step(u):
-        a = slope(u)
-        b = slope(u + dt / 2 * a)
-        c = slope(u + dt / 2 * b)
-        return u + dt / 6 * (a + 2 * b + 2 * c + slope(u + dt * c))
-
-    return squared(evolved(step, u, 300) - 2 * u)
-
-
-def limited(w, u):
-    def step(u):
-        a, b = jnp.roll(u, -1, -1) - u, u - jnp.roll(u, 1, -1)
-        slope = jnp.where(a * b > 0, jnp.sign(a) * jnp.minimum(jnp.abs(a), jnp.abs(b)), 0.0)
-        return u - 0.05 * slope + 0.01 * jnp.tanh(u @ w)
-
-    return squared(evolved(step, u, 200) - u)
-
-
-def trained_inside(p, x):
-    inner = lambda w: squared(jnp.tanh(x @ w) - x)
-    w = p[0]
-    for _ in range(5):
-        w = w - p[1] * jax.grad(inner)(w)
-    return inner(w)
-
-
-def with_norm_of_gradient(p, x):
-    inner = lambda p: squared(network(p, x))
-    norm = sum(jnp.sum(g**2) for g in jax.grad(inner)(p))
-    return inner(p) + 0.1 * jnp.sqrt(norm)
-
-
-def message_passing(p, x, senders, receivers):
-    for w in p[:-1]:
-        messages = jnp.tanh(jnp.concatenate([x[senders], x[receivers]], -1) @ w)
-        x = x + jnp.tanh(jax.ops.segment_sum(messages, receivers, 64) @ p[-1])
-    return squared(x - 1)
-
-
-def ridge(p, x):
-    features = jnp.tanh(x @ p[0]) @ p[1]
-    matrix = features.T @ features / len(x) + 1e-4 * jnp.eye(features.shape[1])
-    solution = jnp.linalg.solve(matrix, features.T @ x[:, :1] / len(x))
-    return squared(features @ solution - x[:, :1])
-
-
-def twice_by_jvp(p, x):
-    u = lambda q: network(p, q)[0]
-    along = lambda f, v: lambda q: jax.jvp(f, (q,), (v,))[1]
-    residual = lambda q: sum(along(along(u, v), v)(q) for v in jnp.eye(16)[:2]) + u(q)
-    return squared(jax.vmap(residual)(x))
-
-
-def by_partials(p, x):
-    named = {"coords": list("abcdefghijklmnop"), "outputs": "u"}
-    terms = mpx.partials(lambda q: network(p, q)[0], ["u", "u_aa", "u_bb"], **named)
-    return squared(sum(jax.vmap(terms)(x).values()))
-
-
-def integrated(adjoint):
-    def loss(p, u):
-        term = diffrax.ODETerm(lambda t, y, w: jnp.tanh(y @ w))
-        options = {"adjoint": adjoint, "saveat": diffrax.SaveAt(t1=True)}
-        out = diffrax.diffeqsolve(term, diffrax.Tsit5(), 0, 1, 0.05, u, p, **options)
-        return squared(out.ys[0] - 2 * u)
-
-    return loss
-
-
-def fixed_point(w, x):
-    step = lambda y, args: jnp.tanh(0.5 * y @ args[0] + args[1])
-    solver = optimistix.FixedPointIteration(1e-6, 1e-6)
-    return squared(optimistix.fixed_point(step, solver, x, (w, x)).value - 1)
 
 
 def near(threshold, x, w):
@@ -204,31 +95,7 @@ MADE = {
     "its norm": lambda w: w / jnp.linalg.norm(w),
 }
 
-SENDERS, RECEIVERS = (jax.random.randint(jax.random.key(i), (300,), 0, 64) for i in (10, 11))
 PROGRAMS = {
-    "50 steps": euler(50),
-    "2,000 steps": euler(2000),
-    "leaky cell": (leaky, (WEIGHT, jnp.float32(0.1)), STATES),
-    "LSTM": (lstm, normal(12, (64, 128), 1 / 8), normal(13, (500, 16, 32))),
-    "GRU": (
-        gru,
-        tuple(normal(i, (64, 32), 1 / 8) for i in (14, 15, 16)),
-        normal(17, (500, 16, 32)),
-    ),
-    "Runge-Kutta": (runge_kutta, (WEIGHT, OTHER), STATES),
-    "limiters": (limited, WEIGHT, STATES),
-    "training inside": (trained_inside, (WEIGHT, jnp.float32(0.5)), STATES),
-    "norm of a gradient": (with_norm_of_gradient, LAYERS, POINTS),
-    "message passing": (
-        message_passing,
-        (*(normal(i, (64, 32), 1 / 8) for i in (18, 19)), normal(20, (32, 32), 1 / 6)),
-        normal(21, (64, 32)),
-        SENDERS,
-        RECEIVERS,
-    ),
-    "ridge regression": (ridge, (WEIGHT, normal(22, (64, 8), 1 / 8)), normal(23, (128, 64))),
-    "nested jvp": (twice_by_jvp, LAYERS, POINTS),
-    "partials": (by_partials, LAYERS, POINTS),
     "small residual": (
         lambda p, x, y: squared(network(p, x) - y),
         LAYERS,
@@ -241,10 +108,6 @@ PROGRAMS = {
         POINTS,
         POINTS[:48],
     ),
-    "direct adjoint": (integrated(diffrax.DirectAdjoint()), WEIGHT, STATES),
-    "checkpointed adjoint": (integrated(diffrax.RecursiveCheckpointAdjoint()), WEIGHT, STATES),
-    "backsolve": (integrated(diffrax.BacksolveAdjoint()), WEIGHT, STATES),
-    "fixed point": (fixed_point, WEIGHT, STATES),
     **{f"made weights: {k}": (_made(make), LAYERS, POINTS) for k, make in MADE.items()},
     **{
         f"decision: {k}": (
@@ -255,7 +118,7 @@ PROGRAMS = {
         for k, f in DECISIONS.items()
     },
 }
-FAST = "leaky cell", "small residual", "made weights: tril", "decision: where", "decision: a rule"
+FAST = "small residual", "made weights: tril", "decision: where", "decision: a rule"
 
 
 def gradient(loss, half, **options):
@@ -290,7 +153,7 @@ def test_their_backward_pass_is_half(name):
 
 
 def test_what_a_loop_keeps_is_counted_by_its_steps():
-    loss, params, *data = PROGRAMS["leaky cell"]
+    loss, params, data, _ = leaky()
     report = mpx.precision_report(gradient(loss, "bfloat16"))(params, *data)
     # The state and the cosine of each step, and the last state.
     assert report.kept_in_half == (2 * 400 + 1) * STATES.size * 2

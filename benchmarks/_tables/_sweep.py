@@ -1,0 +1,35 @@
+"""What is wrong in half, and whether it is told."""
+
+from collections.abc import Iterator
+
+from ._format import Record, Result, Table, load
+
+
+NAMES = {
+    "cast": "cast",
+    "autocast": "`autocast=True`",
+    "forward": '`forward="float32"`',
+    "partials": "`partials`",
+}
+
+
+def _counts(data: Result) -> Iterator[Record]:
+    before = {(r["mode"], r["half"]): r for r in load("sweep_before")["counts"]}
+    for row in data["counts"]:
+        told = row["told"] + row["infinite"] + row["raised"]
+        named = {"named": f"{NAMES[row['mode']]}, {row['half']}", "said": told}
+        yield {**row, **named, "before": before[row["mode"], row["half"]]}
+
+
+counts = Table(
+    "sweep",
+    _counts,
+    """
+    mode  {named}
+    calls  {calls}
+    right  {right}
+    told  {said}
+    silently wrong  {silent}
+    silently wrong before its mends  {before.silent}
+    """,
+)
