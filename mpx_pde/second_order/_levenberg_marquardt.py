@@ -180,9 +180,10 @@ class LevenbergMarquardt(eqx.Module):
             no wider than `forward`, which is the default: `"float16"`, `"bfloat16"`, `"float32"`,
             `"float64"`, or a split product such as `"bfloat16_x3"` for the Gram matrix of a float32
             Jacobian. The low-rank method takes float64 or float32.
-        - `method`: `"primal"`, `"dual"`, `"low_rank"`, or `"auto"` for the smaller of the matrices
-            of the first two if it fits into memory, and otherwise `"low_rank"`. `choice(model,
-            batches)` and the state say which, and why.
+        - `method`: `"primal"`, `"dual"`, `"low_rank"`, or `"auto"` for that of the first two
+            which takes fewer operations if its matrix fits into memory, and otherwise `"low_rank"`.
+            In float64, the dual method is taken up to 1.3 times as many residuals as parameters.
+            `choice(model, batches)` and the state say which, and why.
         - `memory`: bytes that the matrices of a step may take with `"auto"`.
         - `damping`: the first damping, relative to the largest squared norm of a Jacobian column.
         - `min_damping`, `max_damping`: the bounds of the damping, relative to the same norm.
