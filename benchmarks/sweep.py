@@ -225,6 +225,13 @@ def our_terms(f: Function, mode: str, half: str, compiled: bool = False) -> Call
 # --- Outcomes --------------------------------------------------------------------------------
 
 
+def norm(x: Any) -> float:
+    """Returns the norm, also of numbers whose squares overflow."""
+    x = np.asarray(x, np.float64)
+    top = float(np.max(np.abs(x), initial=0.0))
+    return top * float(np.linalg.norm(x / top)) if 0 < top < np.inf else top
+
+
 def off(got: Any, want: Any, half: str, scale: float = 0.0) -> float:
     """Returns the error in roundings of the format, relative to the norm, or to `scale` if the norm
     vanishes beside it. Numbers below the smallest normal one are zero."""
@@ -238,9 +245,9 @@ def off(got: Any, want: Any, half: str, scale: float = 0.0) -> float:
         return np.inf
     with np.errstate(all="ignore"):
         least = float(format.smallest_normal) * np.sqrt(want.size)
-        error = np.linalg.norm((got - want)[known])
+        error = norm((got - want)[known])
         unit = float(format.eps) / 2
-        size = float(np.linalg.norm(want[known]))
+        size = norm(want[known])
         size = size if size > 1e-6 * scale else scale
         return float(max(0.0, error - least) / (unit * max(size, 1e-300)))
 
@@ -248,7 +255,6 @@ def off(got: Any, want: Any, half: str, scale: float = 0.0) -> float:
 def errors(got: tuple, want: tuple, x: np.ndarray, half: str) -> dict[str, float]:
     """Returns the errors of values and of derivatives by `x`."""
     pairs = list(zip(got[0], want[0], strict=True))
-    norm = lambda x: float(np.linalg.norm(np.asarray(x, np.float64)))
     slope = sum(norm(y) for _, y in pairs) / max(norm(x), 1e-300)
     return {
         "value": max((off(x, y, half) for x, y in pairs), default=0.0),

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from ._format import Record, Result, Table, load
+from ._format import Record, Result, Table
 
 
 NAMES = {
@@ -14,11 +14,10 @@ NAMES = {
 
 
 def _counts(data: Result) -> Iterator[Record]:
-    before = {(r["mode"], r["half"]): r for r in load("sweep_before")["counts"]}
     for row in data["counts"]:
         told = row["told"] + row["infinite"] + row["raised"]
         named = {"named": f"{NAMES[row['mode']]}, {row['half']}", "said": told}
-        yield {**row, **named, "before": before[row["mode"], row["half"]]}
+        yield {**row, **named}
 
 
 counts = Table(
@@ -30,6 +29,5 @@ counts = Table(
     right  {right}
     told  {said}
     silently wrong  {silent}
-    silently wrong before its mends  {before.silent}
     """,
 )
