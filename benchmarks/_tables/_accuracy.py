@@ -102,7 +102,7 @@ def _by_rival(data: Result) -> Iterator[Record]:
         for rival, own in groups(runs, "rival").items():
             told = {n: statistics.median(r[n] for r in own) for n in ("steps", "loss", "error")}
             name = own[0]["version"] or f"`{rival}`"
-            name += ", dense" if rival.endswith("-dense") else ""
+            name += {"randngd-dense": ", dense", "lbfgs": ", L-BFGS"}.get(rival, "")
             most = max(run["bytes"] for run in own)
             seeds = listed(sorted(own, key=lambda r: r["seed"]), "seed")
             row = {"size": size, "name": name, "bytes": most, "seeds": seeds}
