@@ -5,6 +5,7 @@ The recipe is that of `python -m examples.problems run NAME --recipe deep`, whic
     python -m benchmarks second_order --problems kovasznay --seeds 0
     python -m benchmarks second_order --target h100     # predicts the time of a step without a run
     python -m benchmarks second_order --time 8          # times eight steps of each on a GPU
+    python -m benchmarks second_order --methods 6   # primal or dual, by size
     python -m benchmarks second_order --race 30         # methods and rivals, 30 CPU seconds each
 """
 
@@ -29,7 +30,7 @@ from . import _rivals
 from ._chips import CHIPS
 from ._deviceless import CUBLAS, compile_for
 from ._problems import problems
-from ._race import PROBLEMS
+from ._race import PROBLEMS, Heat
 from ._report import Report, interleave
 from ._roofline import Roofline, summary
 
@@ -120,6 +121,51 @@ def measure(report: Report, rounds: int, quick: bool) -> None:
         report.record("steps", precision=precision, **last)
 
 
+# --- Which method is faster -----------------------------------------------------------------
+
+SIZES = ((16, 400), (24, 300), (24, 700), (24, 1200), (32, 400), (32, 1100), (32, 2200), (50, 270))
+"""Widths and points of Poisson's equation in two dimensions."""
+
+
+def compare(report: Report, rounds: int, quick: bool) -> None:
+    """Compares counted operations with processor seconds of steps whose first try was taken."""
+    sizes = [{"width": width, "rows": rows} for width, rows in SIZES[: 1 if quick else None]]
+    for size in report.missing("methods", sizes):
+        width, points = size["width"], size["rows"]
+        with jax.enable_x64(True):
+            problem, key = Heat(2, width, 2, points), jax.random.key(0)
+            model, batches = problem.network(key), problem.batches(key)
+            told: dict[str, Any] = {}
+            for method in ("primal", "dual"):
+                options = {"method": method}
+                seconds, count, memory = _step_of(options, problem, model, batches, rounds)
+                told |= {method: seconds, f"{method}_bytes": memory, "parameters": count}
+            optimizer = mpx.LevenbergMarquardt(problem.residuals, forward="float64")
+            choice = optimizer.choice(model, batches)
+        report.record("methods", **size, **told, operations=choice.operations, auto=choice.method)
+
+
+def _step_of(options: Any, problem: Heat, model: Any, batches: Any, rounds: int) -> tuple:
+    """Returns the fewest processor seconds of a step, the number of parameters, and the memory."""
+    update, state = _ours(options, problem.residuals, model, batches)
+    arrays, static = eqx.partition((model, state), eqx.is_array)
+
+    def step(arrays, batches):
+        return eqx.filter(update(*eqx.combine(arrays, static), batches), eqx.is_array)
+
+    compiled = jax.jit(step).lower(arrays, batches).compile()
+    memory: Any = compiled.memory_analysis()
+    least = float("inf")
+    for _ in range(rounds + 2):
+        before, began = eqx.combine(arrays, static)[1].rejected, time.process_time()
+        arrays = jax.block_until_ready(compiled(arrays, batches))
+        spent = time.process_time() - began
+        if eqx.combine(arrays, static)[1].rejected == before:
+            least = min(least, spent)
+    count = sum(x.size for x in jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array)))
+    return least, count, memory.temp_size_in_bytes
+
+
 # --- The race of methods and rivals ---------------------------------------------------------
 
 PRIMAL_MOST, DENSE_MOST = 3000, 1500  # parameters
@@ -208,6 +254,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", choices=CHIPS, help="compile for this chip, and predict")
     parser.add_argument("--time", type=int, help="time so many steps of a wide network")
     parser.add_argument("--race", type=int, help="CPU seconds of each method and rival")
+    parser.add_argument("--methods", type=int, help="time so many steps by method and size")
     parser.add_argument("--rivals", nargs="+", help="methods of the race, by default all")
     parser.add_argument("--resume", action="store_true", help="keep the trainings in the file")
 
@@ -220,6 +267,12 @@ def run(report: Report, args: argparse.Namespace) -> None:
     if args.time:
         report.name = "second_order-steps"
         measure(report, args.time, args.quick)
+        return
+    if args.methods:
+        report.name = "second_order-methods"
+        if args.resume:
+            report.resume("methods")
+        compare(report, args.methods, args.quick)
         return
     if args.race:
         report.name = "second_order-race"

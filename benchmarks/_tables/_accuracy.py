@@ -93,6 +93,67 @@ second_order_step = Table(
     "`--time 3`, with JAX {there.jax}.",
 )
 
+
+def _by_rival(data: Result) -> Iterator[Record]:
+    """Yields the medians over the seeds of each method on each problem, smallest error first."""
+    for runs in groups(data["race"], "problem").values():
+        size = f"{runs[0]['problem']}: {runs[0]['parameters']:,}, {runs[0]['rows']:,}"
+        found = []
+        for rival, own in groups(runs, "rival").items():
+            told = {n: statistics.median(r[n] for r in own) for n in ("steps", "loss", "error")}
+            name = own[0]["version"] or f"`{rival}`"
+            name += {"randngd-dense": ", dense", "lbfgs": ", L-BFGS"}.get(rival, "")
+            most = max(run["bytes"] for run in own)
+            seeds = listed(sorted(own, key=lambda r: r["seed"]), "seed")
+            row = {"size": size, "name": name, "bytes": most, "seeds": seeds}
+            found.append({**own[0], **told, **row})
+        yield from sorted(found, key=lambda row: row["error"])
+
+
+second_order_race = Table(
+    "second_order-race",
+    _by_rival,
+    """
+    problem: parameters, residuals   {size}
+    method                           {name}
+    error                            {error:.1e}
+    loss                             {loss:.1e}
+    steps                            {steps:.0f}
+    memory, MB                       {bytes:MB.0f}
+    seeds                            {seeds}
+    """,
+    "Relative L2 errors and losses after 8 processor seconds on one thread of a machine that other "
+    "work shared, from the same weights and at the same fixed points, in float64. Compilation does "
+    "not count. Names in code are methods of `LevenbergMarquardt`, with the Jacobian's precision "
+    "where it is not float64.",
+)
+
+
+def _by_size(data: Result) -> Iterator[Record]:
+    """Yields what `auto` takes beside the faster method."""
+    for row in data["methods"]:
+        counted = {f"{name}_counted": x for name, x in row["operations"].items()}
+        yield {**row, **counted, "over": row[row["auto"]] / min(row["primal"], row["dual"])}
+
+
+second_order_methods = Table(
+    "second_order-methods",
+    _by_size,
+    """
+    parameters             {parameters:,}
+    residuals              {rows:,}
+    primal, operations     {primal_counted:.1e}
+    dual, operations       {dual_counted:.1e}
+    primal, ms             {primal:ms.1f}
+    dual, ms               {dual:ms.1f}
+    primal, MB             {primal_bytes:MB.1f}
+    dual, MB               {dual_bytes:MB.1f}
+    taken by auto          {auto}
+    its time to the faster  {over:.2f}
+    """,
+    "Processor time of a float64 step, the fewest of several, one thread.",
+)
+
 # --- Neural operators ------------------------------------------------------------------------
 
 OPERATORS = {"darcy": "Darcy", "navier_stokes": "Navier–Stokes"}
