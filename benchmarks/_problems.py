@@ -16,8 +16,8 @@ from jax import lax
 import mpx_pde as mpx
 from examples import problems as problems
 from examples.problems._runner import PRECISIONS, QUICK_STEPS, Trainer
-from mpx_pde.interpret._jaxpr import bodies_of, is_container, own_bind, walk
-from mpx_pde.interpret._rebind import rebind
+from mpx_pde.program._jaxpr import bodies_of, is_container, own_bind, walk
+from mpx_pde.program._rebind import rebind
 
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

@@ -10,7 +10,15 @@ from . import (
     derivatives as derivatives,
     nn as nn,
 )
-from ._cast import (
+from .derivatives import (
+    DerivativeReport as DerivativeReport,
+    laplacian as laplacian,
+    linear_operator as linear_operator,
+    partials as partials,
+)
+from .modes._autocast import autocast as autocast
+from .modes._autocast_report import AutocastReport as AutocastReport
+from .precision._cast import (
     FullPrecision as FullPrecision,
     cast_function as cast_function,
     cast_to_bfloat16 as cast_to_bfloat16,
@@ -21,47 +29,39 @@ from ._cast import (
     cast_tree as cast_tree,
     force_full_precision as force_full_precision,
 )
-from ._conv import mixed_conv_general_dilated as mixed_conv_general_dilated
-from ._dot import mixed_dot_general as mixed_dot_general
-from ._dtypes import (
+from .precision._dtypes import (
     BFLOAT16_MAX as BFLOAT16_MAX,
     FLOAT16_MAX as FLOAT16_MAX,
     half_precision as half_precision,
     half_precision_datatype as half_precision_datatype,
     set_half_precision_datatype as set_half_precision_datatype,
 )
-from ._einsum import mixed_einsum as mixed_einsum, mixed_matmul as mixed_matmul
-from ._loss_scaling import (
+from .precision._refined import refined as refined
+from .precision._tree import (
+    all_finite as all_finite,
+    global_norm as global_norm,
+    select_tree as select_tree,
+)
+from .products._conv import mixed_conv_general_dilated as mixed_conv_general_dilated
+from .products._dot import mixed_dot_general as mixed_dot_general
+from .products._einsum import mixed_einsum as mixed_einsum, mixed_matmul as mixed_matmul
+from .program._plain import plain as plain
+from .program._warnings import PrecisionWarning as PrecisionWarning
+from .reports._precision import (
+    PrecisionReport as PrecisionReport,
+    precision_report as precision_report,
+)
+from .reports._range_report import RangeReport as RangeReport
+from .reports._ranges import explain_nonfinite as explain_nonfinite, range_report as range_report
+from .scaling._derivatives import DerivativeScaling as DerivativeScaling, Scaling as Scaling
+from .scaling._loss import (
     AbstractLossScaling as AbstractLossScaling,
     DynamicLossScaling as DynamicLossScaling,
     NoOpLossScaling as NoOpLossScaling,
     StaticLossScaling as StaticLossScaling,
     scaled as scaled,
 )
-from ._plain import plain as plain
-from ._refined import refined as refined
-from ._tree import all_finite as all_finite, global_norm as global_norm, select_tree as select_tree
-from .autocast import AutocastReport as AutocastReport, autocast as autocast
-from .derivatives import (
-    DerivativeReport as DerivativeReport,
-    DerivativeScaling as DerivativeScaling,
-    Scaling as Scaling,
-    laplacian as laplacian,
-    linear_operator as linear_operator,
-    partials as partials,
-    scaled_jvp as scaled_jvp,
-    scaled_vjp as scaled_vjp,
-)
-from .interpret import (
-    PrecisionReport as PrecisionReport,
-    PrecisionWarning as PrecisionWarning,
-    precision_report as precision_report,
-)
-from .ranges import (
-    RangeReport as RangeReport,
-    explain_nonfinite as explain_nonfinite,
-    range_report as range_report,
-)
+from .scaling._seeds import scaled_jvp as scaled_jvp, scaled_vjp as scaled_vjp
 from .second_order import (
     LevenbergMarquardt as LevenbergMarquardt,
     LevenbergMarquardtState as LevenbergMarquardtState,

@@ -22,15 +22,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._conv import mixed_conv_general_dilated
-from ._dot import split_dot_general
-from ._dtypes import half_precision
-from ._einsum import mixed_einsum, mixed_matmul
-from ._loss_scaling import DynamicLossScaling, NoOpLossScaling
-from ._repr import table
-from ._split import SPLIT_PRODUCTS
+from ._util._repr import table
 from .derivatives import partials
 from .nn import FNO, CoordinateMLP
+from .precision._dtypes import half_precision
+from .precision._split import SPLIT_PRODUCTS
+from .products._conv import mixed_conv_general_dilated
+from .products._dot import split_dot_general
+from .products._einsum import mixed_einsum, mixed_matmul
+from .scaling._loss import DynamicLossScaling, NoOpLossScaling
 from .training import filter_value_and_grad
 
 

@@ -20,10 +20,10 @@ from typing import Any
 import jax
 from jax import lax
 
-from ._conv import mixed_conv_general_dilated_p
-from ._dot import mixed_dot_general_p
-from ._split import SPLIT_PRODUCTS
-from .interpret._warnings import warn_user
+from .precision._split import SPLIT_PRODUCTS
+from .products._conv import mixed_conv_general_dilated_p
+from .products._dot import mixed_dot_general_p
+from .program._warnings import warn_user
 
 
 _OFFLOADS_WRONGLY = "0.11.0"

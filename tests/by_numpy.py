@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import special
 
-from mpx_pde.interpret._jaxpr import CALLS, bodies_of, own_bind
-from mpx_pde.interpret._rebind import scan_counts
+from mpx_pde.program._jaxpr import CALLS, bodies_of, own_bind
+from mpx_pde.program._rebind import scan_counts
 
 
 def _integer_pow(x, *, y):

@@ -79,7 +79,7 @@ def half_precision_as_it_was():
 @pytest.fixture(autouse=True)
 def no_count_of_another_test():
     """Forgets the vanished gradients of earlier tests."""
-    mpx._watched.watch.forget()
+    mpx.scaling._watched.watch.forget()
 
 
 _ROOM = 3 * 2**29

@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from mpx_pde.interpret import _tables as tables
+from mpx_pde.program import _tables as tables
 
 
 class Format(NamedTuple):

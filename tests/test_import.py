@@ -13,7 +13,7 @@ from typing import get_type_hints
 import pytest
 
 import mpx_pde as mpx
-from mpx_pde._types import GradientOptions
+from mpx_pde._util._types import GradientOptions
 from mpx_pde.modes._choice import mode_of
 
 
@@ -27,16 +27,14 @@ TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 
 # Each module imports only from modules before it. A package is one unit.
 ORDER = [
-    ["_calls", "_in_jax", "_repr", "_types"],
-    ["_dtypes", "_notes", "_split", "_varying", "_wrapper"],
-    ["_forward"],
-    ["_bilinear", "_cast", "_order"],
-    ["interpret"],
-    ["_derivative_of", "_dot", "_plain", "_refined", "_replay", "_tree", "_watched"],
-    ["_conv", "_einsum", "_loss_scaling"],
+    ["_util"],
+    ["precision"],
+    ["program"],
+    ["products"],
+    ["scaling"],
     ["checkpoint_policies"],
     ["engine"],
-    ["autocast", "derivatives", "ranges"],
+    ["derivatives", "reports"],
     ["modes"],
     ["training"],
     ["second_order"],

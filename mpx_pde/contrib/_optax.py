@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import optax
 
-from .._loss_scaling import AbstractLossScaling, NoOpLossScaling, StaticLossScaling, check_scaling
-from .._tree import all_finite, select_tree
-from .._types import PyTree
+from .._util._types import PyTree
+from ..precision._tree import all_finite, select_tree
+from ..scaling._loss import AbstractLossScaling, NoOpLossScaling, StaticLossScaling, check_scaling
 from ..training._optimizer import as_transformation
 
 

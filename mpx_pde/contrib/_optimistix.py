@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
-from .._types import PyTree
+from .._util._types import PyTree
 from ..second_order import LevenbergMarquardt
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._types import DTypeLike, PyTree
+from .._util._types import DTypeLike, PyTree
 from ..nn import SpectralConv
 
 

@@ -12,14 +12,14 @@ import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 
-from .._cast import widen
-from .._dtypes import is_integer
-from .._repr import in_a_line
-from .._types import Names, PyTree
-from .._wrapper import of_some
-from ._checks import Term, check_fun, coords_of, names_of
+from .._util._repr import in_a_line
+from .._util._types import Names, PyTree
+from .._util._wrapper import of_some
+from ..precision._cast import widen
+from ..precision._dtypes import is_integer
+from ..scaling._checks import Term, check_fun, coords_of, names_of
+from ..scaling._derivatives import DerivativeScaling, check_derivatives
 from ._evaluation import Evaluation
-from ._scaling import DerivativeScaling, check_derivatives
 
 
 Argnums = int | tuple[int, ...]

@@ -14,17 +14,17 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from .._cast import widen
-from .._dtypes import FLOAT16_MAX, matmul_precision
-from .._forward import Forward, present_forward
 from ..engine import Equation, Index, make_plan, propagate, sum_key
-from ..interpret._marks import marked
-from ..interpret._warnings import tensorfloat32_by_default, warn_of_tensorfloat32, warn_user
-from ._checks import Term, as_network, check_distinct, check_factor, check_point
-from ._probe import tap
-from ._scaling import DerivativeScaling
-from ._seeds import power_of_two
-from ._unscaled import note_unscaled
+from ..precision._cast import widen
+from ..precision._dtypes import FLOAT16_MAX, matmul_precision
+from ..precision._forward import Forward, present_forward
+from ..program._warnings import tensorfloat32_by_default, warn_of_tensorfloat32, warn_user
+from ..scaling._checks import Term, as_network, check_distinct, check_factor, check_point
+from ..scaling._derivatives import DerivativeScaling
+from ..scaling._marks import marked
+from ..scaling._probe import tap
+from ..scaling._seeds import power_of_two
+from ..scaling._unscaled import note_unscaled
 
 
 _STACKED = 9

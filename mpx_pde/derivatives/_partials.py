@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._dtypes import as_floating_dtype, check_integer
-from .._repr import in_a_line
-from .._tree import check_key
-from .._types import DTypeLike, Names
-from .._wrapper import says_how
-from ._checks import (
+from .._util._repr import in_a_line
+from .._util._types import DTypeLike, Names
+from .._util._wrapper import says_how
+from ..precision._dtypes import as_floating_dtype, check_integer
+from ..precision._tree import check_key
+from ..scaling._checks import (
     check_factor,
     check_network,
     coords_of,
@@ -21,8 +21,8 @@ from ._checks import (
     parse_terms,
     split_names,
 )
+from ..scaling._derivatives import check_derivatives
 from ._evaluation import Evaluation, Sum, Summand
-from ._scaling import check_derivatives
 
 
 @says_how(

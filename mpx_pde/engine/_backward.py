@@ -19,18 +19,11 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from ..interpret import _tables as tables
-from ..interpret._flat import Constant, Flat, Step, flatten, read, variables
-from ..interpret._jaxpr import (
-    aval_of,
-    in_context_of,
-    own_bind,
-    scopes_of,
-    with_jaxprs,
-    with_products,
-)
-from ..interpret._products import KEPT_IN_HALF
-from ..interpret._rebind import rebind, scan_counts
+from ..program import _tables as tables
+from ..program._flat import Constant, Flat, Step, flatten, read, variables
+from ..program._jaxpr import aval_of, in_context_of, own_bind, scopes_of, with_jaxprs, with_products
+from ..program._products import KEPT_IN_HALF
+from ..program._rebind import rebind, scan_counts
 from ._facts import COMPUTED, DATA, Fact
 from ._kept import Plan, make_plan
 from ._products import backward_product, forward_product

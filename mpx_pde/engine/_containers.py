@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from .._varying import match_varying_axes
+from .._util._varying import match_varying_axes
 from ..checkpoint_policies import translate
-from ..interpret._jaxpr import LOOPS, bodies_of
-from ..interpret._rebind import rebind, scan_counts
+from ..program._jaxpr import LOOPS, bodies_of
+from ..program._rebind import rebind, scan_counts
 from ._custom import custom_jvp, custom_vjp
 from ._plan import Index, Plan
 from ._streams import (

@@ -10,8 +10,8 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from ..interpret import _tables as tables
-from ..interpret._jaxpr import (
+from ..program import _tables as tables
+from ..program._jaxpr import (
     CALLS,
     aval_of,
     bodies_of,
@@ -22,8 +22,8 @@ from ..interpret._jaxpr import (
     pushforward,
     walk,
 )
-from ..interpret._lines import line_of
-from ..interpret._reverse import linear_by_pullback
+from ..program._lines import line_of
+from ..program._reverse import linear_by_pullback
 from ._streams import Jet, Operand, Storage, is_inexact, primal_of, typed
 
 

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._dtypes import is_half
-from ..interpret import _tables as tables
-from ..interpret._flat import Constant, Flat, Step, flatten, variables
-from ..interpret._jaxpr import aval_of
+from ..precision._dtypes import is_half
+from ..program import _tables as tables
+from ..program._flat import Constant, Flat, Step, flatten, variables
+from ..program._jaxpr import aval_of
 from ._near import bodies_in
 
 

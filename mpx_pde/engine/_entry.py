@@ -14,12 +14,12 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jaxtyping import Array
 
-from .._cast import convert, widen
-from .._dtypes import asked_of_context, is_half, precision_of_user
-from .._forward import Forward, forward_in, present_forward
-from .._notes import noting
-from ..interpret import _tables as tables
-from ..interpret._jaxpr import (
+from .._util._notes import noting
+from ..precision._cast import convert, widen
+from ..precision._dtypes import asked_of_context, is_half, precision_of_user
+from ..precision._forward import Forward, forward_in, present_forward
+from ..program import _tables as tables
+from ..program._jaxpr import (
     CALLS,
     aval_of,
     bodies_of,

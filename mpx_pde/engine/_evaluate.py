@@ -16,12 +16,12 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.interpreters import ad
 
-from .._order import forward_only, gradients_in_turn, summed_apart
-from ..interpret import _tables as tables
-from ..interpret._flat import Step, flatten, moving_from, read
-from ..interpret._jaxpr import asks_what_moves, aval_of, bodies_of, in_context_of, own_bind
-from ..interpret._lines import line_of, site_of
-from ..interpret._references import with_references_inside
+from ..products._order import forward_only, gradients_in_turn, summed_apart
+from ..program import _tables as tables
+from ..program._flat import Step, flatten, moving_from, read
+from ..program._jaxpr import asks_what_moves, aval_of, bodies_of, in_context_of, own_bind
+from ..program._lines import line_of, site_of
+from ..program._references import with_references_inside
 from ._containers import Containers, enters
 from ._custom import own_in_registers
 from ._known import folded, only_moves

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from ..interpret import _tables as tables
-from ..interpret._flat import Constant, Step, flatten
-from ..interpret._jaxpr import aval_of, bodies_of, scopes_of
+from ..program import _tables as tables
+from ..program._flat import Constant, Step, flatten
+from ..program._jaxpr import aval_of, bodies_of, scopes_of
 from ._roles import is_wild
 from ._streams import WILD, is_inexact
 

@@ -12,10 +12,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..interpret import _tables as tables
-from ..interpret._flat import Constant, Flat, Step, flatten, variables
-from ..interpret._jaxpr import bodies_of
-from ..interpret._rebind import scan_counts
+from ..program import _tables as tables
+from ..program._flat import Constant, Flat, Step, flatten, variables
+from ..program._jaxpr import bodies_of
+from ..program._rebind import scan_counts
 from ._facts import COMPUTED, CONSTANT, DATA, Fact, Facts, region_of, size_of as entries_of
 from ._keeping import chosen, unrounded
 

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from ..interpret import _tables as tables
-from ..interpret._flat import Step
+from ..program import _tables as tables
+from ..program._flat import Step
 from ._plan import Index, Plan
 from ._streams import Jet, bind_primals, is_inexact
 from ._together import spread_together

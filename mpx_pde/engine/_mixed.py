@@ -18,15 +18,15 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from .._derivative_of import with_derivative_of
-from .._order import rounded_cotangent
-from ..interpret import _tables as tables
-from ..interpret._flat import Flat, Step, flatten, read, variables
-from ..interpret._jaxpr import bodies_of, contains, in_context_of, is_container, own_bind
-from ..interpret._lines import source_of
-from ..interpret._products import asks_for_more, says_its_dtype
+from ..products._order import rounded_cotangent
+from ..program import _tables as tables
+from ..program._flat import Flat, Step, flatten, read, variables
+from ..program._jaxpr import bodies_of, contains, in_context_of, is_container, own_bind
+from ..program._lines import source_of
+from ..program._products import asks_for_more, says_its_dtype
 from ._containers import Containers, enters
 from ._custom import own_in_registers
+from ._derivative_of import with_derivative_of
 from ._differences import Wide, wide_in
 from ._moments import moments_p, with_moments
 from ._near import near_numbers, summed_in

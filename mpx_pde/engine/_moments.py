@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 
-from ..interpret._flat import Constant, Flat, Step, needed
-from ..interpret._jaxpr import aval_of
+from ..program._flat import Constant, Flat, Step, needed
+from ..program._jaxpr import aval_of
 from ._roles import dependent
 
 

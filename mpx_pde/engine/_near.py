@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterable, Mapping
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from ..interpret import _tables as tables
-from ..interpret._flat import Constant, Flat, Step, flatten, variables
-from ..interpret._jaxpr import aval_of, bodies_of
-from ..interpret._rebind import scan_counts
+from ..program import _tables as tables
+from ..program._flat import Constant, Flat, Step, flatten, variables
+from ..program._jaxpr import aval_of, bodies_of
+from ..program._rebind import scan_counts
 from ._roles import still_in
 
 

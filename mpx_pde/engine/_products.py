@@ -10,17 +10,17 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from .._bilinear import Given
-from .._conv import mixed_conv_general_dilated_p
-from .._dot import mixed_dot_general_p
-from .._dtypes import is_half, wide
-from .._order import shared
-from .._split import SPLIT_PRODUCTS
-from .._varying import match_varying_axes
-from ..interpret import _tables as tables
-from ..interpret._flat import Constant, Flat, Step
-from ..interpret._jaxpr import aval_of, own_bind
-from ..interpret._products import asks_for_more, says_its_dtype
+from .._util._varying import match_varying_axes
+from ..precision._dtypes import is_half, wide
+from ..precision._split import SPLIT_PRODUCTS
+from ..products._bilinear import Given
+from ..products._conv import mixed_conv_general_dilated_p
+from ..products._dot import mixed_dot_general_p
+from ..products._order import shared
+from ..program import _tables as tables
+from ..program._flat import Constant, Flat, Step
+from ..program._jaxpr import aval_of, own_bind
+from ..program._products import asks_for_more, says_its_dtype
 from ._roles import Role
 from ._rules import Rules
 from ._streams import DEEP, RAW, WILD, Jet, Storage, bind, cast, is_inexact, primal_of, total

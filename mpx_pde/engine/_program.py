@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, primitives
 
-from ..interpret import _tables as tables
-from ..interpret._flat import Constant, Step, read
-from ..interpret._jaxpr import (
+from ..program import _tables as tables
+from ..program._flat import Constant, Step, read
+from ..program._jaxpr import (
     CALLS,
     LOOPS,
     bodies_of,

@@ -9,8 +9,8 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from ..interpret import _tables as tables
-from ..interpret._flat import Flat, Step, dependent as dependent, variables
+from ..program import _tables as tables
+from ..program._flat import Flat, Step, dependent as dependent, variables
 from ._plan import Index
 from ._streams import DEEP, FIRST, RAW, WILD, takes_derivatives
 

@@ -15,10 +15,10 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from .._varying import match_varying_axes
-from .._wrapper import of_some
-from ..interpret import _tables as tables
-from ..interpret._jaxpr import CALLS, aval_of, bodies_of, differentiable, own_bind, pushforward
+from .._util._varying import match_varying_axes
+from .._util._wrapper import of_some
+from ..program import _tables as tables
+from ..program._jaxpr import CALLS, aval_of, bodies_of, differentiable, own_bind, pushforward
 from ._custom import custom_in_registers
 from ._facts import KEPT_TERMS
 from ._moments import moments_p

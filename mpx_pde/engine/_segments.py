@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import JaxprEqn
 
-from ..interpret import _tables as tables
-from ..interpret._flat import Constant, Flat, Step, variables
-from ..interpret._jaxpr import CALLS, bodies_of, contains, differentiable, pushforward
+from ..program import _tables as tables
+from ..program._flat import Constant, Flat, Step, variables
+from ..program._jaxpr import CALLS, bodies_of, contains, differentiable, pushforward
 from ._near import near_numbers, summed_in
 from ._plan import Index, Plan
 from ._roles import (

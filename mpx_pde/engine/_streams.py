@@ -11,9 +11,9 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 from jaxtyping import Array
 
-from .._order import rounded_cotangent
-from .._varying import match_varying_axes
-from ..interpret._jaxpr import aval_of, bodies_of, own_bind
+from .._util._varying import match_varying_axes
+from ..products._order import rounded_cotangent
+from ..program._jaxpr import aval_of, bodies_of, own_bind
 from ._plan import Index
 from ._together import any_together, spread_together
 

@@ -19,9 +19,9 @@ from jax.extend.core.primitives import broadcast_in_dim_p, concatenate_p, reduce
 from jax.interpreters import ad, batching, partial_eval
 from jaxtyping import Array
 
-from .._forward import in_full_forward
-from .._order import keep_used, lower, present, repeated, with_batch_at
-from .._varying import match_varying_axes
+from .._util._varying import match_varying_axes
+from ..precision._forward import in_full_forward
+from ..products._order import keep_used, lower, present, repeated, with_batch_at
 
 
 def sum_together(arrays: Sequence[Any], axes: Sequence[int]) -> list[Array]:

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import jmp
 
-from .._dtypes import highest_precision, is_half
-from .._forward import Forward
-from .._types import PyTree
-from ..autocast import autocast
+from .._util._types import PyTree
 from ..engine import InForward, linearized
+from ..precision._dtypes import highest_precision, is_half
+from ..precision._forward import Forward
+from ._autocast import autocast
 from ._mode import AbstractMode, meaning, output_of
 
 

@@ -4,11 +4,11 @@ from typing import Any
 
 import jmp
 
-from .._calls import present_call
-from .._dtypes import as_floating_dtype, check_bool
-from .._forward import check_forward
-from .._repr import in_a_line
-from .._types import PyTree
+from .._util._calls import present_call
+from .._util._repr import in_a_line
+from .._util._types import PyTree
+from ..precision._dtypes import as_floating_dtype, check_bool
+from ..precision._forward import check_forward
 from ._mode import AbstractMode, Casts, Full
 
 
@@ -89,6 +89,6 @@ def _parse_autocast(options: Any) -> tuple[tuple[str, Any], ...] | None:
             '`mpx_pde.autocast`, such as {"full": "readout"}. Got '
             f"{options!r}."
         )
-    from ..autocast import parse_patterns
+    from ._autocast_report import parse_patterns
 
     return tuple((name, parse_patterns(options[name], name)) for name in sorted(options))

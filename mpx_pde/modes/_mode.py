@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import jmp
 import numpy as np
 
-from .._cast import cast_except, cast_operands, kept_paths, widen
-from .._dtypes import (
+from .._util._notes import noting_the_cast
+from .._util._types import PyTree
+from ..precision._cast import cast_except, cast_operands, kept_paths, widen
+from ..precision._dtypes import (
     asked_for_half,
     half_precision,
     half_precision_datatype,
@@ -19,9 +21,7 @@ from .._dtypes import (
     precision_gives_way,
     true_float32,
 )
-from .._forward import Forward, without_halves
-from .._notes import noting_the_cast
-from .._types import PyTree
+from ..precision._forward import Forward, without_halves
 
 
 class AbstractMode(eqx.Module):

@@ -20,9 +20,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, ArrayLike, Float
 
-from .._cast import widen
-from .._dtypes import check_choice, check_positive
-from .._repr import in_a_line
+from .._util._repr import in_a_line
+from ..precision._cast import widen
+from ..precision._dtypes import check_choice, check_positive
 
 
 def _evaluate(fun: Callable, x: Any) -> Array:

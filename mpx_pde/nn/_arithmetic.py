@@ -7,11 +7,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from .._cast import widen
-from .._dot import mixed_dot_general, split_dot_general
-from .._dtypes import as_floating_dtype, is_half, product_datatype
-from .._forward import takes_halves
-from .._split import SPLIT_PRODUCTS
+from ..precision._cast import widen
+from ..precision._dtypes import as_floating_dtype, is_half, product_datatype
+from ..precision._forward import takes_halves
+from ..precision._split import SPLIT_PRODUCTS
+from ..products._dot import mixed_dot_general, split_dot_general
 
 
 KEPT = "mpx_pde.nn: kept for the backward pass"

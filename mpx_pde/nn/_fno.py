@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from .._cast import widen
-from .._dtypes import check_bool, check_integer, check_positive, is_half, is_real
-from .._order import add_product, batch_behind, gradients_in_turn, summed_apart
-from .._tree import check_key
-from .._types import DTypeLike
+from .._util._types import DTypeLike
 from ..engine import KEPT_TERMS
+from ..precision._cast import widen
+from ..precision._dtypes import check_bool, check_integer, check_positive, is_half, is_real
+from ..precision._tree import check_key
+from ..products._order import add_product, batch_behind, gradients_in_turn, summed_apart
 from ._activations import gelu, safe
 from ._arithmetic import Arithmetic, parse_arithmetic
 from ._pointwise import (

@@ -13,14 +13,14 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from .._cast import Fixed, FullPrecision, widen
-from .._dot import mixed_dot_general
-from .._dtypes import as_floating_dtype, check_integer, is_half, is_integer, is_real
-from .._forward import takes_halves
-from .._repr import in_a_line
-from .._tree import check_key
-from .._types import DTypeLike
-from .._wrapper import unfit_signature
+from .._util._repr import in_a_line
+from .._util._types import DTypeLike
+from .._util._wrapper import unfit_signature
+from ..precision._cast import Fixed, FullPrecision, widen
+from ..precision._dtypes import as_floating_dtype, check_integer, is_half, is_integer, is_real
+from ..precision._forward import takes_halves
+from ..precision._tree import check_key
+from ..products._dot import mixed_dot_general
 from ._activations import safe
 
 

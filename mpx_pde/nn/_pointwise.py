@@ -13,11 +13,11 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from .._cast import widen
-from .._dtypes import is_half, wide
-from .._forward import in_full_forward
-from .._order import batch_behind, rounded_cotangent, written_in
 from ..engine._together import beside
+from ..precision._cast import widen
+from ..precision._dtypes import is_half, wide
+from ..precision._forward import in_full_forward
+from ..products._order import batch_behind, rounded_cotangent, written_in
 from ._arithmetic import (
     KEPT,
     Arithmetic,

@@ -10,10 +10,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
-from .._cast import widen
-from .._dtypes import check_choice, check_integer, is_integer
-from .._tree import check_key
-from .._types import DTypeLike
+from .._util._types import DTypeLike
+from ..precision._cast import widen
+from ..precision._dtypes import check_choice, check_integer, is_integer
+from ..precision._tree import check_key
 from ._activations import parse_stabilizer
 from ._arithmetic import KEPT, Arithmetic, arithmetic_of, centered, parse_arithmetic, unscaled
 from ._dft import forward_matrix, frequencies, inverse_matrix, regrid_factor

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from .._dtypes import is_half
+from ..precision._dtypes import is_half
 from ._dft import frequencies
 
 

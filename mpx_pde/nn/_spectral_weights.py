@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
-from .._cast import widen
-from .._order import batch_behind
+from ..precision._cast import widen
+from ..products._order import batch_behind
 from ._arithmetic import Arithmetic, separate
 
 

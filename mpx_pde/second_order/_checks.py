@@ -8,10 +8,10 @@ import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from .._dtypes import is_real
-from .._repr import in_a_line
-from .._types import PyTree
-from ..interpret._warnings import PrecisionWarning
+from .._util._repr import in_a_line
+from .._util._types import PyTree
+from ..precision._dtypes import is_real
+from ..program._warnings import PrecisionWarning
 
 
 def check_dampings(call: str, least: Any, first: Any, most: Any, acceleration: Any) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from jax import dtypes, lax
 from jaxtyping import Array, Float, Int32
 
-from .._tree import select_tree
+from ..precision._tree import select_tree
 from ._choice import leading_in_dual
 from ._gram import WIDE, Lower, Reflector, in_two_blocks, product_of_rows
 from ._residuals import Linearized

@@ -12,9 +12,9 @@ from jax import dtypes, lax
 from jax.scipy.linalg import cho_solve, solve_triangular
 from jaxtyping import Array, Float, Int32
 
-from .._dot import mixed_dot_general, split_dot_general
-from .._split import SPLIT_PRODUCTS, halves_in_line
-from .._tree import select_tree
+from ..precision._split import SPLIT_PRODUCTS, halves_in_line
+from ..precision._tree import select_tree
+from ..products._dot import mixed_dot_general, split_dot_general
 
 
 _PANELS, _NARROW = 8, 64

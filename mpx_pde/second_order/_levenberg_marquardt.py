@@ -14,15 +14,15 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int32
 
-from .._cast import convert
-from .._dtypes import check_choice, is_real
-from .._forward import check_forward
-from .._loss_scaling import DynamicLossScaling
-from .._repr import described, in_a_line, number
-from .._split import SPLIT_PRODUCTS
-from .._tree import select_tree
-from .._types import PyTree
-from ..interpret._warnings import PrecisionWarning
+from .._util._repr import described, in_a_line, number
+from .._util._types import PyTree
+from ..precision._cast import convert
+from ..precision._dtypes import check_choice, is_real
+from ..precision._forward import check_forward
+from ..precision._split import SPLIT_PRODUCTS
+from ..precision._tree import select_tree
+from ..program._warnings import PrecisionWarning
+from ..scaling._loss import DynamicLossScaling
 from ._checks import check_dampings, check_parameters, check_solver
 from ._choice import MEMORY, METHODS, Choice, chosen, leading_columns
 from ._dual import Dual

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import dtypes, lax
 from jaxtyping import Array, Float
 
-from .._tree import select_tree
+from ..precision._tree import select_tree
 from ._gram import Reflector, conjugate_gradients
 from ._residuals import Linearized
 from ._search import CLOSE, Solve

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from .._types import PyTree
+from .._util._types import PyTree
 
 
 class Points(eqx.Module):

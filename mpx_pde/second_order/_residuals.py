@@ -15,17 +15,17 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float
 
-from .._cast import arrays_in_full
-from .._forward import Forward, without_halves
-from .._loss_scaling import DynamicLossScaling
-from .._notes import noting
-from .._split import SPLIT_PRODUCTS
-from .._tree import dealt
-from .._types import PyTree
+from .._util._notes import noting
+from .._util._types import PyTree
 from ..engine import InForward, linearized
-from ..interpret._tables import PRODUCTS
-from ..interpret._warnings import traced, warn_user
-from ..training._diagnosis import LEAST_IN_FULL, OF_JACOBIANS, checked
+from ..precision._cast import arrays_in_full
+from ..precision._forward import Forward, without_halves
+from ..precision._split import SPLIT_PRODUCTS
+from ..precision._tree import dealt
+from ..program._tables import PRODUCTS
+from ..program._warnings import traced, warn_user
+from ..reports._diagnosis import LEAST_IN_FULL, OF_JACOBIANS, checked
+from ..scaling._loss import DynamicLossScaling
 
 
 CALL = "LevenbergMarquardt"

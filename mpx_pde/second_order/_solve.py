@@ -12,7 +12,7 @@ import equinox as eqx
 import jax
 from jaxtyping import PRNGKeyArray
 
-from .._types import PyTree
+from .._util._types import PyTree
 from ._levenberg_marquardt import LevenbergMarquardt, LevenbergMarquardtState
 
 

@@ -10,13 +10,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from .._calls import present_call
-from .._cast import widen
-from .._dtypes import check_integer, is_integer
-from .._loss_scaling import AbstractLossScaling
-from .._tree import dealt
-from .._types import AxisName, ForwardLike, GradientOptions, PolicyLike, PyTree
-from ..interpret._warnings import warn_user
+from .._util._calls import present_call
+from .._util._types import AxisName, ForwardLike, GradientOptions, PolicyLike, PyTree
+from ..precision._cast import widen
+from ..precision._dtypes import check_integer, is_integer
+from ..precision._tree import dealt
+from ..program._warnings import warn_user
+from ..scaling._loss import AbstractLossScaling
 from ._gradient import Evaluated, Gradient, transformed
 from ._options import refuses_argnums
 

@@ -17,16 +17,16 @@ import jax.tree_util as jtu
 import numpy as np
 from jax import lax
 
-from .._calls import named
-from .._dtypes import half_precision_datatype
-from .._loss_scaling import AbstractLossScaling, DynamicLossScaling, NoOpLossScaling
-from .._repr import table
-from .._tree import all_finite
-from .._types import PyTree
-from ..derivatives import Scaling
-from ..interpret._precision_report import arrays_closed_over, precision_report
-from ..interpret._warnings import PrecisionWarning
-from ..ranges._stats import percent
+from .._util._calls import named
+from .._util._repr import table
+from .._util._types import PyTree
+from ..precision._dtypes import half_precision_datatype
+from ..precision._tree import all_finite
+from ..program._warnings import PrecisionWarning
+from ..reports._precision import arrays_closed_over, precision_report
+from ..reports._stats import percent
+from ..scaling._derivatives import Scaling
+from ..scaling._loss import AbstractLossScaling, DynamicLossScaling, NoOpLossScaling
 from ._floor import in_float64
 from ._grad import filter_value_and_grad
 from ._gradient import Gradient, check_eager

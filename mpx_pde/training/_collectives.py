@@ -13,11 +13,11 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32
 
-from .._cast import map_operands, widen
-from .._dtypes import as_half_dtype
-from .._repr import in_a_line
-from .._types import AxisName, DTypeLike, PyTree
-from .._varying import size_of_axis, varying_axes
+from .._util._repr import in_a_line
+from .._util._types import AxisName, DTypeLike, PyTree
+from .._util._varying import size_of_axis, varying_axes
+from ..precision._cast import map_operands, widen
+from ..precision._dtypes import as_half_dtype
 
 
 @ft.partial(jax.custom_jvp, nondiff_argnums=(1, 2))

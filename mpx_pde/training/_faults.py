@@ -6,11 +6,11 @@ import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from .._dtypes import check_integer
-from .._loss_scaling import AbstractLossScaling, check_scaling
-from .._repr import in_a_line
-from .._types import PyTree
-from ..derivatives import Scaling
+from .._util._repr import in_a_line
+from .._util._types import PyTree
+from ..precision._dtypes import check_integer
+from ..scaling._derivatives import Scaling
+from ..scaling._loss import AbstractLossScaling, check_scaling
 
 
 _ADVICE = (

@@ -13,18 +13,18 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float
 
-from .._calls import named
-from .._cast import cast_tree
-from .._dtypes import check_integer, check_positive, true_float32
-from .._forward import RUNGS, check_rung
-from .._loss_scaling import AbstractLossScaling
-from .._notes import noting
-from .._repr import table
-from .._tree import all_finite
-from .._types import ForwardLike, PolicyLike, PyTree
-from ..interpret._marks import collecting
+from .._util._calls import named
+from .._util._notes import noting
+from .._util._repr import table
+from .._util._types import ForwardLike, PolicyLike, PyTree
 from ..modes._choice import mode_at
 from ..modes._mode import AbstractMode
+from ..precision._cast import cast_tree
+from ..precision._dtypes import check_integer, check_positive, true_float32
+from ..precision._forward import RUNGS, check_rung
+from ..precision._tree import all_finite
+from ..scaling._loss import AbstractLossScaling
+from ..scaling._marks import collecting
 from ._accumulate import split_batch
 from ._gradient import Gradient, copied
 from ._norms import apart, minus, norm, real_of, share_of, total, wide_of

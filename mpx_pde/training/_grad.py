@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array
 
-from .._loss_scaling import AbstractLossScaling
-from .._types import AxisName, ForwardLike, GradientOptions, PolicyLike, PyTree
-from .._varying import mark_varying, varying_axes
+from .._util._types import AxisName, ForwardLike, GradientOptions, PolicyLike, PyTree
+from .._util._varying import mark_varying, varying_axes
+from ..scaling._loss import AbstractLossScaling
 from ._gradient import Gradient, transformed
 from ._options import refuses_argnums
 

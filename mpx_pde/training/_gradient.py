@@ -15,28 +15,28 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Inexact
 
-from .._calls import named, present_call
-from .._cast import widen
-from .._dtypes import check_bool
-from .._forward import forward_in
-from .._loss_scaling import DynamicLossScaling, NoOpLossScaling, check_scaling, split_aux
-from .._notes import noting_the_model, noting_the_trace
-from .._repr import in_a_line
-from .._tree import all_finite, all_zero, with_fields
-from .._types import AxisName, PyTree
-from .._varying import mark_varying, size_of_axis
-from ..derivatives._scaling import (
+from .._util._calls import named, present_call
+from .._util._notes import noting_the_model, noting_the_trace
+from .._util._repr import in_a_line
+from .._util._types import AxisName, PyTree
+from .._util._varying import mark_varying, size_of_axis
+from ..modes._choice import mode_of
+from ..modes._mode import AbstractMode
+from ..precision._cast import widen
+from ..precision._dtypes import check_bool
+from ..precision._forward import forward_in
+from ..precision._tree import all_finite, all_zero, with_fields
+from ..program._shown import shown
+from ..program._warnings import traced
+from ..reports._diagnosis import diagnose, warn_of_unscaled
+from ..scaling._derivatives import (
     Scaling,
     check_takes_derivatives,
     check_takes_no_derivatives,
     sum_counts,
 )
-from ..derivatives._unscaled import noting_unscaled
-from ..interpret._shown import shown
-from ..interpret._warnings import traced
-from ..modes._choice import mode_of
-from ..modes._mode import AbstractMode
-from ._diagnosis import diagnose, warn_of_unscaled
+from ..scaling._loss import DynamicLossScaling, NoOpLossScaling, check_scaling, split_aux
+from ..scaling._unscaled import noting_unscaled
 
 
 def _check_loss(value: Any, has_aux: bool) -> Inexact[Array, ""]:

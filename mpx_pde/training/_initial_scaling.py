@@ -11,14 +11,15 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Bool
 
-from .._dtypes import LARGEST_SCALE
-from .._loss_scaling import AbstractLossScaling, DynamicLossScaling, default_cap
-from .._tree import with_fields
-from .._types import ForwardLike, PolicyLike, PyTree
-from ..derivatives import DerivativeScaling, Scaling, telemetry
-from ..derivatives._rules import SMALLEST_NORMAL
-from ..interpret._warnings import warn_user
+from .._util._types import ForwardLike, PolicyLike, PyTree
 from ..modes._choice import mode_at
+from ..precision._dtypes import LARGEST_SCALE
+from ..precision._tree import with_fields
+from ..program._warnings import warn_user
+from ..scaling._derivatives import DerivativeScaling, Scaling
+from ..scaling._loss import AbstractLossScaling, DynamicLossScaling, default_cap
+from ..scaling._rules import SMALLEST_NORMAL
+from ..scaling._telemetry import telemetry
 from ._gradient import Gradient, check_eager, copied, transformed
 from ._norms import minus, norm
 from ._options import refuses_argnums

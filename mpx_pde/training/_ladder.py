@@ -7,11 +7,11 @@ from typing import Any
 import equinox as eqx
 from jax.core import Tracer
 
-from .._dtypes import check_integer, check_positive, is_integer
-from .._forward import RUNGS, check_rung, options_of
-from .._loss_scaling import AbstractLossScaling
-from .._repr import in_a_line
-from .._tree import with_fields
+from .._util._repr import in_a_line
+from ..precision._dtypes import check_integer, check_positive, is_integer
+from ..precision._forward import RUNGS, check_rung, options_of
+from ..precision._tree import with_fields
+from ..scaling._loss import AbstractLossScaling
 from ._floor import PrecisionFloor, precision_floor
 
 

@@ -15,11 +15,11 @@ import jax.tree_util as jtu
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, PRNGKeyArray
 
-from .._cast import is_inexact, rounded_to, widen
-from .._dtypes import check_choice, is_half
-from .._tree import check_key, first_difference
-from .._types import PyTree
-from .._varying import varying_axes
+from .._util._types import PyTree
+from .._util._varying import varying_axes
+from ..precision._cast import is_inexact, rounded_to, widen
+from ..precision._dtypes import check_choice, is_half
+from ..precision._tree import check_key, first_difference
 
 
 MASTERS = ("nearest", "stochastic", "kahan")

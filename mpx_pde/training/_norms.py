@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array
 
-from .._dtypes import wide
-from .._types import PyTree
+from .._util._types import PyTree
+from ..precision._dtypes import wide
 
 
 def wide_of(x: Array) -> Any:

@@ -15,14 +15,20 @@ import optax
 from jax import lax
 from jaxtyping import PRNGKeyArray
 
-from .._cast import convert, is_fixed, widen
-from .._dtypes import is_half
-from .._repr import in_a_line
-from .._tree import check_flag, check_same_structure, first_difference, is_key, select_tree
-from .._types import BoolLike, MasterLike, PyTree
-from .._wrapper import says_how
-from ..interpret._flat import flatten
-from ..interpret._warnings import tensorfloat32_by_default, traced, warn_of_tensorfloat32, warn_user
+from .._util._repr import in_a_line
+from .._util._types import BoolLike, MasterLike, PyTree
+from .._util._wrapper import says_how
+from ..precision._cast import convert, is_fixed, widen
+from ..precision._dtypes import is_half
+from ..precision._tree import (
+    check_flag,
+    check_same_structure,
+    first_difference,
+    is_key,
+    select_tree,
+)
+from ..program._flat import flatten
+from ..program._warnings import tensorfloat32_by_default, traced, warn_of_tensorfloat32, warn_user
 from ._masters import Noise, applied, parse_master
 
 

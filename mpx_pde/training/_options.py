@@ -9,9 +9,9 @@ from typing import Any, TypeVar, cast
 import equinox as eqx
 import jax.tree_util as jtu
 
-from .._calls import named
-from .._types import ForwardLike, PolicyLike, PyTree
-from .._wrapper import check_bound
+from .._util._calls import named
+from .._util._types import ForwardLike, PolicyLike, PyTree
+from .._util._wrapper import check_bound
 from ..modes._choice import mode_of
 
 

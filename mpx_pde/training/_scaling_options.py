@@ -9,11 +9,11 @@ from typing import Any
 import jax.tree_util as jtu
 import numpy as np
 
-from .._loss_scaling import AbstractLossScaling
-from .._repr import in_a_line
-from .._types import PyTree
-from ..derivatives import DerivativeScaling, Scaling
-from ..derivatives._strategies import AbstractStrategy
+from .._util._repr import in_a_line
+from .._util._types import PyTree
+from ..scaling._derivatives import DerivativeScaling, Scaling
+from ..scaling._loss import AbstractLossScaling
+from ..scaling._strategies import AbstractStrategy
 from ._ladder import PrecisionLadder
 
 

@@ -132,7 +132,7 @@ def test_products_of_the_backward_pass_are_half(name):
 
 def kept_of(loss, model, batch, size):
     """Returns the dtypes of arrays of a size that are kept for the backward pass."""
-    forward = mpx._forward.Forward("float32", "bfloat16")
+    forward = mpx.precision._forward.Forward("float32", "bfloat16")
     fun = mpx.engine.InForward(lambda model, batch: (loss(model, batch), ()), forward)
     pull = lambda model, batch: mpx.engine.linearized(fun, forward, model, batch)[1]
     leaves = jax.tree.leaves(eqx.filter_eval_shape(pull, model, batch))

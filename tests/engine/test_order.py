@@ -8,7 +8,7 @@ import pytest
 from helpers import equations, normal, policy
 
 import mpx_pde as mpx
-from mpx_pde._order import summed_apart
+from mpx_pde.products._order import summed_apart
 
 
 in_full = lambda weight, x: jnp.sum(jnp.sin(x * weight))

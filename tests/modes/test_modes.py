@@ -5,7 +5,7 @@ import pytest
 from helpers import scaler
 
 import mpx_pde as mpx
-from mpx_pde._calls import named
+from mpx_pde._util._calls import named
 from mpx_pde.modes._by_engine import Autocast, FullForward
 from mpx_pde.modes._choice import mode_of
 from mpx_pde.modes._mode import Casts, Full

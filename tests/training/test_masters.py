@@ -11,7 +11,7 @@ from helpers import HALVES, over_devices, tree_equal_bits
 from jax.sharding import PartitionSpec as P
 
 import mpx_pde as mpx
-from mpx_pde._cast import rounded_to
+from mpx_pde.precision._cast import rounded_to
 from mpx_pde.training._masters import round_stochastically
 
 

@@ -193,7 +193,7 @@ def test_the_count_is_saved_restored_and_exported():
     buffer = io.BytesIO()
     eqx.tree_serialise_leaves(buffer, scaling)
     buffer.seek(0)
-    mpx._watched.watch.forget()  # as in a new process
+    mpx.scaling._watched.watch.forget()  # as in a new process
     with pytest.warns(mpx.PrecisionWarning, match="exactly zero as a whole in 3 steps"):
         restored = eqx.tree_deserialise_leaves(buffer, mpx.DynamicLossScaling())
     assert restored.vanished_steps == 3

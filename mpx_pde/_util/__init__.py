@@ -1,0 +1,1 @@
+"""Helpers that know nothing of precision: types, texts, notes on errors, wrappers."""

@@ -1,0 +1,1 @@
+"""Formats, the present half precision, casts, and trees of arrays."""

@@ -1,0 +1,1 @@
+"""Reports on precision and ranges, and the diagnosis of a step."""

@@ -1,0 +1,245 @@
+"""Diagnoses the program of a step in half precision, and warns. The step itself does none of it.
+
+Each finding is a [`mpx_pde.PrecisionWarning`][] in the name of the function that the user called.
+"""
+
+import dataclasses
+import functools as ft
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+
+from .._util._calls import present_call
+from .._util._types import PyTree
+from ..program._flat import dependent, flatten
+from ..program._jaxpr import contains, trace_arrays
+from ..program._products import ProductRow
+from ..program._shown import Program, shown
+from ..program._warnings import warn_user
+from ..scaling._probe import tap_p
+from ._phases import rounded_phase
+from ._precision import PrecisionReport, arrays_closed_over, half_share_of, report_of
+from ._sums import described as describe_sums, long_sums
+
+
+def diagnose(run: Callable, step: tuple, program: Program) -> None:
+    """Warns of what the program of `run(*step)` loses in half precision. `step` is a `Gradient` and
+    the arguments of its loss."""
+    gradient, args, _ = step
+    _warn_of_full_products(run, step, program.closed)
+    _warn_of_sums(gradient, program.closed)
+    if gradient.mode.casts:
+        _warn_of_phases(gradient, program.closed)
+    if gradient.derivatives is not None and gradient.derivatives.active:
+        _warn_of_unused_scaling(program.closed)
+    if gradient.has_aux and gradient.mode.casts:
+        _warn_of_states(gradient, args, program)
+
+
+# --- Products in full precision ----------------------------------------------------------------
+
+
+LEAST_IN_FULL = 1 / 4
+"""The share of the work that should be half if values are evaluated in full: three eighths of the
+backward pass, which is two thirds of the work. Small networks also have their first layer in
+float32."""
+
+OF_JACOBIANS = (
+    "The first layer, what meets a network's one output, and what `FullPrecision` holds stay in "
+    "float32: a network of one hidden layer has nothing else, and gains nothing by it."
+)
+
+
+def checked(
+    fun: Callable,
+    args: tuple,
+    call: str,
+    dtype: np.dtype,
+    advice: str,
+    least: float,
+    instead: str,
+) -> Any:
+    """Evaluates `fun(*args)`, and issues a [`mpx_pde.PrecisionWarning`][] with `advice` if less
+    than `least` of the work of its products is done in half precision. `instead` requests float32.
+    """
+
+    def look(program: Program) -> None:
+        report = report_of(program.closed)
+        if _castable(report) < least:
+            warn_user(_text(report, call, dtype, advice, instead))
+
+    return shown(fun, args, look)
+
+
+def _warn_of_full_products(run: Callable, step: tuple, closed: ClosedJaxpr) -> None:
+    """Warns if too little of the work of products is done in half precision, unless the user named
+    what stays in float32 and enough would be done without that."""
+    gradient, *arguments = step
+    mode, report = gradient.mode, report_of(closed)
+    if _castable(report) >= mode.least:
+        return
+    if (without := mode.without_overrides()) is not None:
+        others = dataclasses.replace(gradient, mode=without), *arguments
+        if _castable(report_of(trace_arrays(run, others, {})[0])) >= mode.least:
+            return
+    advice = mode.advice
+    if mode.casts and (arrays := arrays_closed_over(closed)):
+        advice += (
+            f" No cast reaches arrays that the loss closes over, here {', '.join(arrays)}: pass "
+            "data as arguments."
+        )
+    warn_user(_text(report, present_call(), mode.dtype, advice, "use_mixed_precision=False"))
+
+
+def _castable(report: PrecisionReport) -> float:
+    """Returns the share of the work that is done in half precision, among the work that has a
+    half-precision form, if any has.
+    """
+    return half_share_of(_of_numbers(report))
+
+
+def _of_numbers(report: PrecisionReport) -> list[ProductRow]:
+    """Returns the products of real numbers, or those of complex numbers if there are none."""
+    real = [row for row in report.rows if row.real]
+    return real or [row for row in report.rows if not row.of_integers]
+
+
+def _text(report: PrecisionReport, call: str, dtype: np.dtype, advice: str, instead: str) -> str:
+    full = next(row for row in _of_numbers(report) if not row.half)
+    count = sum(row.count for row in _of_numbers(report))
+    return (
+        f"`{call}` was asked for {dtype.name}, but {100 * _castable(report):.0f}% of the work of "
+        f"its {count} products is done in half precision. Most of the rest is {full.dtype}, at "
+        f"{full.line}. {advice} `mpx.precision_report` lists all products. "
+        f"If float32 is meant, pass `{instead}` or filter `mpx.PrecisionWarning`."
+    )
+
+
+# --- Sums and phases -------------------------------------------------------------------------
+
+
+def _warn_of_sums(gradient: Any, closed: ClosedJaxpr) -> None:
+    """Warns of sums in half precision that stand still."""
+    if sums := [x for x in long_sums(closed) if x.stagnates()]:
+        others = gradient.mode.alternatives
+        others = f", or pass {' or '.join(others)}" if others else ""
+        warn_user(
+            f"`{present_call()}`: {describe_sums(sums)}{others}. If it is meant, filter "
+            "`mpx_pde.PrecisionWarning`."
+        )
+
+
+def _warn_of_phases(gradient: Any, closed: ClosedJaxpr) -> None:
+    """Warns of an exponential of complex numbers whose phases were rounded."""
+    if (line := rounded_phase(closed)) is not None:
+        digits = jnp.finfo(gradient.mode.dtype).nmant + 1
+        warn_user(
+            f"`{present_call()}`: {line} takes an exponential of complex numbers whose parts were "
+            f"rounded to {gradient.mode.dtype.name}: 2^-{digits} of a phase, of which only the "
+            "rest modulo 2π counts. Keep these parameters in float32 by "
+            "`keep_full` or `mpx_pde.FullPrecision`, or pass `autocast=True` or "
+            "`forward='float32'`. If it is meant, filter `mpx_pde.PrecisionWarning`."
+        )
+
+
+# --- Derivatives in the loss -----------------------------------------------------------------
+
+
+def _warn_of_unused_scaling(closed: ClosedJaxpr) -> None:
+    """Warns if a derivative scaling scales nothing."""
+    if not contains(closed, {tap_p.name}):
+        warn_user(
+            f"`{present_call()}` got a `Scaling`, but the loss takes no derivative by the "
+            "`derivatives` that it receives, so nothing in it is scaled or counted. Pass them on: "
+            "`mpx_pde.partials(..., scaling=derivatives)`. A loss without derivatives takes a loss "
+            "scaling alone, such as `scaling.loss`."
+        )
+
+
+def warn_of_unscaled(taken: str, order: int) -> None:
+    """Warns that a loss takes derivatives in float16 by the call `taken`, without a scaling."""
+    warn_user(
+        f"`{present_call()}` got a loss scaling alone, but the loss takes derivatives of order "
+        f"{order} by `{taken}` in float16. What overflows or vanishes in them is lost before "
+        "the loss is scaled. Pass `mpx_pde.Scaling(loss=..., derivatives="
+        "mpx_pde.DerivativeScaling.per_direction(...))`. The loss then receives `derivatives`: "
+        f"pass them on by `{taken}(..., scaling=derivatives)`. Or take `forward='float32'`, or "
+        "bfloat16. If it is meant, filter `mpx_pde.PrecisionWarning`."
+    )
+
+
+# --- States that are rounded at each step --------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _Place:
+    """A placeholder for a result of a program."""
+
+    index: int
+
+
+def _warn_of_states(gradient: Any, args: tuple, program: Program) -> None:
+    """Warns if a part of the auxiliary output has the structure of an argument and each
+    of its arrays was computed from the rounded array at the same place in that argument.
+    """
+    closed, leaves, assemble = program
+    out = assemble([_Place(i) for i in range(len(closed.jaxpr.outvars))])
+    aux = out[0][1] if isinstance(out[0], tuple) else out[-1]
+    number = {id(x): i for i, (_, x) in enumerate(leaves)}
+    mode = gradient.mode
+    rounded, _ = eqx.filter_eval_shape(mode.cast, args, {})
+    for i, (given, narrow) in enumerate(zip(args[1:], rounded[1:], strict=True), start=1):
+        structure, paths = jtu.tree_structure(given), jtu.tree_leaves_with_path(given)
+        # Plain tuples of arrays are skipped: their structure may match by chance.
+        if all(isinstance(k, jtu.SequenceKey) for path, _ in paths for k in path):
+            continue
+        pairs = zip(paths, jtu.tree_leaves(narrow), strict=True)
+        lost = [eqx.is_array(x) and _digits(y) < _digits(x) for (_, x), y in pairs]
+        is_alike = ft.partial(_has_structure, structure)
+        for found in filter(is_alike, jtu.tree_leaves(aux, is_alike) if any(lost) else ()):
+            places = zip(paths, jtu.tree_leaves(found), lost, strict=True)
+            pairs = [(number[id(x)], y) for (_, x), y, is_lost in places if is_lost]
+            arrays = all(isinstance(y, _Place) for _, y in pairs)
+            if arrays and _computed_of(closed, [(j, y.index) for j, y in pairs]):
+                keep = mode.keep_full if isinstance(mode.keep_full, tuple) else ()
+                keep = (*keep, *[False] * len(args))[: len(args)]
+                warn_user(
+                    f"`{present_call()}` rounds argument {i} ({type(given).__name__}) to "
+                    f"{mode.dtype.name}, and the function returns a new one. Values "
+                    "that change little, such as running statistics, stand still if rounded at "
+                    "each step. "
+                    f"Pass `keep_full={(*keep[:i], True, *keep[i + 1 :])}`, or `autocast=True`, "
+                    "which casts no argument. If it is meant, filter `mpx_pde.PrecisionWarning`."
+                )
+
+
+def _digits(x: Any) -> int:
+    return jnp.finfo(x.dtype).nmant if jnp.issubdtype(x.dtype, jnp.inexact) else 0
+
+
+def _has_structure(structure: Any, tree: PyTree) -> bool:
+    try:
+        return jtu.tree_structure(tree) == structure
+    except ValueError:  # static fields that are arrays cannot be compared
+        return False
+
+
+def _computed_of(closed: ClosedJaxpr, pairs: Sequence[tuple[int, int]]) -> bool:
+    """Returns whether each result in `pairs`, which holds positions of operands and results,
+    depends on its operand and has its shape, and whether any result is more than its operand cast.
+    """
+    if any(closed.in_avals[i].shape != closed.out_avals[j].shape for i, j in pairs):
+        return False
+    flat = flatten(closed, forward_mode=False)
+    same: dict[Any, int] = {k: k for k in flat.inputs}
+    for step in flat.steps:
+        if step.name == "convert_element_type":
+            same.update((step.outputs[0], same[x]) for x in step.variables if x in same)
+    found = [(flat.inputs[i], flat.outputs[j]) for i, j in pairs]
+    results = [(k, x) for k, x in found if x in dependent(flat, [k])]
+    return len(results) == len(found) and any(same.get(x) != k for k, x in results)

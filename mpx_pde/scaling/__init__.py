@@ -1,0 +1,1 @@
+"""Scales of losses and of derivatives, their rules, and what they count."""
