@@ -1,7 +1,6 @@
 """The public functions `range_report` and `explain_nonfinite`."""
 
 import contextlib
-import dataclasses
 import functools as ft
 import warnings
 from collections.abc import Callable
@@ -224,10 +223,6 @@ def explain_nonfinite(
 def _in_full(fun: Any) -> Any:
     """Returns the gradient transformation that `fun` is or wraps, without mixed precision, or
     `None` if there is none."""
-    while fun is not None and not hasattr(fun, "gradient"):
+    while fun is not None and not hasattr(fun, "in_full"):
         fun = getattr(fun, "__wrapped__", None)
-    if fun is None or not _said(fun, "is_mixed_precision"):
-        return None
-    gradient = fun.gradient
-    options = dataclasses.replace(gradient.options, use_mixed_precision=False)
-    return dataclasses.replace(fun, gradient=dataclasses.replace(gradient, options=options))
+    return fun.in_full() if fun is not None and _said(fun, "is_mixed_precision") else None

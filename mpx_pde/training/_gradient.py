@@ -2,6 +2,7 @@
 result.
 """
 
+import dataclasses
 import functools as ft
 import inspect
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from .._util._notes import noting_the_model, noting_the_trace
 from .._util._repr import in_a_line
 from .._util._types import AxisName, PyTree
 from .._util._varying import mark_varying, size_of_axis
-from ..modes._choice import mode_of
+from ..modes._choice import mode_at, mode_of
 from ..modes._mode import AbstractMode
 from ..precision._cast import widen
 from ..precision._dtypes import check_bool
@@ -369,6 +370,12 @@ class Transformed(eqx.Module):
     @property
     def __wrapped__(self):
         return self.gradient.func
+
+    def in_full(self) -> "Transformed":
+        """Returns the same transformation without mixed precision."""
+        mode = mode_at("full", self.gradient.mode)
+        gradient = dataclasses.replace(self.gradient, mode=mode)
+        return dataclasses.replace(self, gradient=gradient)
 
     def __repr__(self) -> str:
         # `jax.jit` shows this when it is given the model, which is more than arrays.

@@ -13,7 +13,7 @@ from helpers import equations, in_float64, policy
 import mpx_pde as mpx
 
 
-MODEL = eqx.nn.MLP(2, "scalar", 64, 2, key=jax.random.key(0))
+MODEL = eqx.nn.MLP(2, "scalar", 64, 2, jnp.tanh, key=jax.random.key(0))
 POINTS = jax.random.uniform(jax.random.key(1), (64, 2))
 HIGHEST = (jax.lax.Precision.HIGHEST,) * 2
 
