@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, Inexact
 
 from ..engine import Equation, Index, make_plan, propagate, sum_key
 from ..precision._cast import widen
@@ -102,27 +102,6 @@ class Direction(NamedTuple):
 def _leads_to(index: Index, higher: Index) -> bool:
     """Returns whether `index` is a derivative on the way to `higher`, or is the same."""
     return not Counter(index) - Counter(higher)
-
-
-class Terms(dict):
-    """The dict of terms that [`Evaluation`][] returns. A name that is not in it raises an error
-    that says how to ask for it."""
-
-    def __missing__(self, name: Any) -> Any:
-        raise KeyError(
-            f"The term {name!r} was not asked for: there are {', '.join(map(repr, self))}. Add it "
-            "to the list of terms, as in `mpx_pde.partials(model, ['u', 'u_xx'], ...)`."
-        )
-
-
-def _flattened(terms: Terms) -> tuple[tuple, tuple]:
-    names = tuple(sorted(terms))
-    return tuple((jtu.DictKey(name), terms[name]) for name in names), names
-
-
-jtu.register_pytree_with_keys(
-    Terms, _flattened, lambda names, values: Terms(zip(names, values, strict=True))
-)
 
 
 _PIECEWISE = {"relu", "relu6", "leaky_relu", "hard_tanh", "hard_sigmoid"}
@@ -309,7 +288,7 @@ class Evaluation:
         seeds, weights = self._seeds(point.dtype), self._weights(point)
         return propagate(network, point, self._plan, seeds, weights, self._scales, note)
 
-    def __call__(self, point: Any, *others: Any) -> "Terms":
+    def __call__(self, point: Any, *others: Any) -> dict[str, Inexact[Array, ""]]:
         """**Arguments:**
 
         - `point`: the coordinates, shape `[coords]`.
@@ -331,7 +310,7 @@ class Evaluation:
         for k in range(max((len(asked.rows) for asked in self._asked), default=0)):
             counted = {name: rows[k] for name, _, _, rows in self._asked if len(rows) > k}
             found |= self._counted(found, counted, beyond)
-        return Terms(marked(found))
+        return marked(found)
 
     def _warn_of_no_curvature(self) -> None:
         """Issues a warning if derivatives of order 2 or higher are asked of a network whose
