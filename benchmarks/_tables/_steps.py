@@ -251,6 +251,29 @@ networks_step = Table(
     _MEDIANS,
 )
 
+
+
+def _since(data: Result) -> Iterator[Record]:
+    """Yields measured steps with a full forward pass, each with the program of today."""
+    for step in data["steps"]:
+        now = beside(load("predicted-h100"), step["problem"]).get(step["rival"])
+        if now is not None and ", forward" in step["rival"]:
+            yield {**step, "now": now}
+
+
+forward_since = Table(
+    GPU,
+    _since,
+    """
+    step  {title}: {rival}
+    time, relative to the measured program    {now.seconds/predicted_seconds:.2f}
+    memory, relative to the measured program  {now.temp_bytes/temp_bytes:.2f}
+    """,
+    f"The program of today, {NOT_RUN}, with JAX 0.10.2: its predicted time, relative to that of the "
+    "measured program, and its memory. The measured one is of another version of JAX, which gives "
+    "other memory to some.",
+)
+
 # --- Several devices -------------------------------------------------------------------------
 
 
