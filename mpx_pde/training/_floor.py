@@ -20,7 +20,7 @@ from .._util._types import ForwardLike, PolicyLike, PyTree
 from ..modes._choice import mode_at
 from ..modes._mode import AbstractMode
 from ..precision._cast import cast_tree
-from ..precision._dtypes import check_integer, check_positive, true_float32
+from ..precision._dtypes import check_integer, check_positive
 from ..precision._forward import RUNGS, check_rung
 from ..precision._tree import all_finite
 from ..scaling._loss import AbstractLossScaling
@@ -285,10 +285,10 @@ def _evaluated(gradient: Gradient, args: tuple, kwargs: dict) -> tuple[Array, Py
     """Evaluates the loss, its unscaled gradients, and its derivative terms by name."""
 
     def value(args, kwargs):
-        mixed = gradient.mode.scales
+        derivatives = gradient.derivatives if gradient.mode.scales else None
         args, kwargs = gradient.mode.cast(args, kwargs)
-        with nullcontext() if mixed else true_float32():
-            return gradient.loss(args, kwargs, gradient.derivatives if mixed else None)[0]
+        with gradient.mode.around_gradient():
+            return gradient.loss(args, kwargs, derivatives)[0]
 
     with gradient.mode.context():
         loss, grads = _gradient(gradient, args, kwargs)

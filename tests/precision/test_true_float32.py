@@ -180,3 +180,16 @@ def test_tf32_under_a_line_search_is_told(on_a_gpu):
         jax.eval_shape(update)
     adam = optax.adam(0.1)
     mpx.optimizer_update(params, adam, adam.init(params), params, True)
+
+
+def test_terms_of_a_floor_are_in_true_float32():
+    seen = set()
+
+    def loss(model, points):
+        if not isinstance(points, jax.core.Tracer):  # the terms; a gradient is traced
+            seen.add(jax.config.jax_default_matmul_precision)
+        return regression(model, points)
+
+    floor = mpx.precision_floor(loss, mpx.StaticLossScaling(1.0), forward="float32")
+    floor(MODEL, POINTS)
+    assert seen == {"highest"}
