@@ -49,6 +49,8 @@ def _outside_of_functions(**options):
 
 
 jaxtyping.jaxtyped = _outside_of_functions
+if os.environ.get("ANNOTATIONS") == "unchecked":
+    _modules = []
 with jaxtyping.install_import_hook(_modules, "beartype.beartype"):
     import mpx_pde as mpx
 

@@ -252,7 +252,6 @@ networks_step = Table(
 )
 
 
-
 def _since(data: Result) -> Iterator[Record]:
     """Yields measured steps with a full forward pass, each with the program of today."""
     for step in data["steps"]:
@@ -269,8 +268,8 @@ forward_since = Table(
     time, relative to the measured program    {now.seconds/predicted_seconds:.2f}
     memory, relative to the measured program  {now.temp_bytes/temp_bytes:.2f}
     """,
-    f"The program of today, {NOT_RUN}, with JAX 0.10.2: its predicted time, relative to that of the "
-    "measured program, and its memory. The measured one is of another version of JAX, which gives "
+    f"The program of today, {NOT_RUN}, with JAX 0.10.2: its predicted time, relative to that of "
+    "the measured program, and its memory. The measured one is of another version of JAX, which gives "
     "other memory to some.",
 )
 

@@ -1,11 +1,11 @@
-"""Tests that each mode takes other people's programs as they are.
+"""Tests that a full forward pass takes other people's programs as they are.
 
-`python -m benchmarks clients` measures all of them in both formats.
+`python -m benchmarks clients` measures all of them in each mode and both formats.
 """
 
 import jax
 import pytest
-from clients.measure import CLIENTS, MODES, STEPS, measured
+from clients.measure import CLIENTS, STEPS, measured
 
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -22,17 +22,17 @@ BOUNDS = {
     "cast": {"float16": 5e-2, "bfloat16": 4e-1},
 }
 
-# Second differences on a grid of n points magnify the roundings of hidden layers by n², a thousand
-# here. Only a full forward pass has none.
-MAGNIFIED = {"finite elements, BCOO": 20.0}
-
 # The least share of the backward pass in half, where it is not nearly all. Products that JAX
-# transposed count, and derivatives that the loss itself takes by `grad` are such, but full.
+# transposed count, and derivatives that the loss itself takes by `grad` are such, but full. So are
+# those in branches of a loop.
 SHARES = {
     "causal PINN, nested grad": 0.7,
     "norm of its own gradient": 0.7,
     "terms balanced by gradients": 0.4,
     "DeepONet, vjp": 0.8,
+    "training inside": 0.6,
+    "forces of a potential, NNX": 0.7,
+    "diffrax, direct": 0.4,
 }
 FAST = [
     ("leaky cell, 400 steps", "forward", "float16"),
@@ -45,8 +45,7 @@ def checked(name, mode, half):
     found = measured(name, mode, half)
     if mode == "cast" and found.told:  # a cast may be told that it does nothing, or sums in half
         return
-    factor = 1.0 if mode == "forward" else MAGNIFIED.get(name, 1.0)
-    assert found.gradient < factor * BOUNDS[mode][half], found
+    assert found.gradient < BOUNDS[mode][half], found
     # The scale falls from 2^15 within a few steps.
     assert found.skipped < STEPS, found
     if mode == "forward":
@@ -61,10 +60,8 @@ def test_a_program_in_a_mode(name, mode, half):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is done in half")  # loops of other libraries keep to float32
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", CLIENTS)
-def test_a_program_in_each_mode(name, mode):
-    # One format for each keeps the test short, and every mode and group of programs has both.
-    half = ("float16", "bfloat16")[(list(CLIENTS).index(name) + list(MODES).index(mode)) % 2]
-    checked(name, mode, half)
+def test_a_full_forward_pass(name):
+    # One format for each program keeps this short.
+    checked(name, "forward", ("float16", "bfloat16")[list(CLIENTS).index(name) % 2])
     jax.clear_caches()

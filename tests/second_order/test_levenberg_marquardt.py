@@ -146,7 +146,8 @@ def test_a_float32_jacobian_of_a_float64_residual_is_no_tf32():
     with jax.enable_x64(True):
         model = mpx.cast_tree(eqx.nn.MLP(1, "scalar", 8, 2, key=jax.random.key(0)), "float64")
         residual = lambda model, x: model(x) - x[0]
-        optimizer = mpx.LevenbergMarquardt(residual, forward="float64", jacobian="float32")
+        options = {"forward": "float64", "jacobian": "float32", "method": "primal"}
+        optimizer = mpx.LevenbergMarquardt(residual, **options)
         step = eqx.filter_make_jaxpr(optimizer.update)
         jaxpr = step(model, optimizer.init(model), jnp.ones((4, 1)))[0]
     products = [e for e in equations(jaxpr) if "dot_general" in e.primitive.name]
