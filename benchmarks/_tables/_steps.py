@@ -269,8 +269,8 @@ forward_since = Table(
     memory, relative to the measured program  {now.temp_bytes/temp_bytes:.2f}
     """,
     f"The program of today, {NOT_RUN}, with JAX 0.10.2: its predicted time, relative to that of "
-    "the measured program, and its memory. The measured one is of another version of JAX, which gives "
-    "other memory to some.",
+    "the measured program, and its memory. The measured one is of another version of JAX, which "
+    "gives other memory to some.",
 )
 
 # --- Several devices -------------------------------------------------------------------------
