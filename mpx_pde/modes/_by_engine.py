@@ -15,10 +15,10 @@ from ..engine import InForward, linearized
 from ..precision._dtypes import highest_precision, is_half
 from ..precision._forward import Forward
 from ._autocast import autocast
-from ._mode import AbstractMode, meaning, output_of
+from ._mode import AbstractMode, AbstractUncast, output_of
 
 
-class Autocast(AbstractMode):
+class Autocast(AbstractUncast):
     """Evaluates a loss by [`mpx_pde.autocast`][]. Nothing is cast beforehand.
 
     **Attributes:**
@@ -31,7 +31,6 @@ class Autocast(AbstractMode):
     overrides: tuple[tuple[str, Any], ...] = eqx.field(static=True)
 
     scales: ClassVar = True
-    casts: ClassVar = False
     is_autocast: ClassVar = True
     least: ClassVar = 0.5
     alternatives: ClassVar = ("`forward='float32'`",)
@@ -47,13 +46,6 @@ class Autocast(AbstractMode):
     @property
     def rung(self) -> str:
         return "half" if self.in_half else "full"
-
-    def asked(self) -> AbstractContextManager:
-        return meaning(self.dtype)
-
-    def cast(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        self.kept(args, kwargs)
-        return args, kwargs
 
     def evaluated(self, func: Callable) -> Callable:
         return autocast(func, self.dtype, **dict(self.overrides)) if self.in_half else func
@@ -74,7 +66,7 @@ class Autocast(AbstractMode):
         return Autocast(self.policy, self.keep_full, ()) if self.overrides else None
 
 
-class FullForward(AbstractMode):
+class FullForward(AbstractUncast):
     """Evaluates a loss in full, and its gradient in half. Nothing is cast beforehand.
 
     **Attributes:**
@@ -87,7 +79,6 @@ class FullForward(AbstractMode):
     precision: str = eqx.field(static=True)
 
     scales: ClassVar = True
-    casts: ClassVar = False
     is_autocast: ClassVar = False
     # Three eighths of the backward pass, which is two thirds of the work. Small networks also have
     # their first layer in float32.
@@ -107,13 +98,6 @@ class FullForward(AbstractMode):
     @property
     def rung(self) -> str:
         return "full" if self.precision == "float32" and not is_half(self.dtype) else self.precision
-
-    def asked(self) -> AbstractContextManager:
-        return meaning(self.dtype)
-
-    def cast(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        self.kept(args, kwargs)
-        return args, kwargs
 
     def evaluated(self, func: Callable) -> Callable:
         return InForward(func, self.forward)

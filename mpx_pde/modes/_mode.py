@@ -126,14 +126,26 @@ def output_of(policy: jmp.Policy | None, tree: PyTree) -> PyTree:
     return widen(tree) if policy is None else cast_operands(tree, jnp.dtype(policy.output_dtype))
 
 
-class Full(AbstractMode):
+class AbstractUncast(AbstractMode):
+    """A mode that casts no arguments before the function sees them."""
+
+    casts: ClassVar = False
+
+    def asked(self) -> AbstractContextManager:
+        return meaning(self.dtype)
+
+    def cast(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        self.kept(args, kwargs)
+        return args, kwargs
+
+
+class Full(AbstractUncast):
     """Evaluates a loss as it is, in true float32. Nothing is cast, scaled or checked."""
 
     policy: jmp.Policy | None = eqx.field(static=True)
     keep_full: PyTree
 
     scales: ClassVar = False
-    casts: ClassVar = False
     is_autocast: ClassVar = False
     advice: ClassVar = ""
     least: ClassVar = 0.0
@@ -146,13 +158,6 @@ class Full(AbstractMode):
     @property
     def rung(self) -> str:
         return "full"
-
-    def asked(self) -> AbstractContextManager:
-        return meaning(self.dtype)
-
-    def cast(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        self.kept(args, kwargs)
-        return args, kwargs
 
     def evaluated(self, func: Callable) -> Callable:
         return func
