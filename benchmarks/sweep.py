@@ -1,4 +1,4 @@
-"""What is wrong in half, and is it told? Every public function of JAX that takes a real array.
+"""Finds what is wrong in half and not told, for each function of JAX that takes a real array.
 
 Each function of `jax.numpy`, `jax.nn`, `jax.scipy.special` and `jax.lax` is a loss, in float16 and
 bfloat16, in each mode of the library, at numbers of several sizes. Value and gradient are compared
@@ -71,7 +71,7 @@ DOMAINS: tuple[Callable, ...] = (
 
 
 class Outcome(NamedTuple):
-    """What became of a call: the status, what was off, and by how much."""
+    """The outcome of a call: the status, what was off, and by how much."""
 
     status: str
     what: str = ""

@@ -86,7 +86,7 @@ MOVED = {
     "derivative-networks": "results/#derivatives-in-float32",
     "gallery": "results/#gallery",
 }
-"""Where the content of former pages is now."""
+"""The places where the content of former pages is now."""
 
 
 def on_post_build(config, **_) -> None:

@@ -1,4 +1,4 @@
-"""What each mode does to programs of other people's shapes."""
+"""The table of gradients, memory and skipped steps of other people's programs, by mode."""
 
 import statistics
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What is wrong in half, and whether it is told."""
+"""The table of outcomes of the sweep, by mode and format."""
 
 from collections.abc import Iterator
 

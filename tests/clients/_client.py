@@ -1,4 +1,4 @@
-"""What a program of the collection is, and small parts that several of them share."""
+"""A program of the collection, and small parts that several of them share."""
 
 import itertools
 from collections.abc import Callable
