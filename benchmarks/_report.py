@@ -176,6 +176,19 @@ def interleave(
     return {name: timing(values) for name, values in seconds.items()}
 
 
+def text_of(data: Mapping[str, Any]) -> str:
+    """Returns the JSON of a result, with each of its records in a line of its own."""
+
+    def lines(name: str, content: Any) -> str:
+        each = content if isinstance(content, list) else [content]
+        records = ",\n".join(f"  {json.dumps(record, ensure_ascii=False)}" for record in each)
+        if isinstance(content, list):
+            records = f"[\n{records}\n ]"
+        return f" {json.dumps(name)}: {records.strip()}"
+
+    return "{\n" + ",\n".join(lines(*item) for item in data.items()) + "\n}\n"
+
+
 class Report:
     """Prints the findings of a benchmark and keeps them for the JSON file.
 
@@ -271,6 +284,5 @@ class Report:
     def save(self) -> Path:
         """Writes the file."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(self.data, indent=1, ensure_ascii=False) + "\n"
-        self.path.write_text(text, encoding="utf-8")
+        self.path.write_text(text_of(self.data), encoding="utf-8")
         return self.path

@@ -1,8 +1,7 @@
 """Tests gradients and memory with the defaults that JAX 0.12 announces.
 
-Older versions, which lack some of these flags or cannot map a checkpoint's name with them, compare
-each gradient with float64 alone. `jax_scan3` is left out: JAX 0.12.0.1 has no reverse mode for it
-yet.
+Older versions lack some of these flags or cannot map a checkpoint's name with them. `jax_scan3` is
+left out: JAX 0.12.0.1 has no reverse mode for it yet.
 """
 
 import contextlib
@@ -28,9 +27,7 @@ FLAGS = (
 
 @contextlib.contextmanager
 def coming(flags):
-    """Sets the flags if this version of JAX is one that announces them."""
-    announced = flags if jax.__version_info__ >= (0, 12) else ()
-    before = {name: getattr(jax.config, name) for name in announced}
+    before = {name: getattr(jax.config, name) for name in flags}
     try:
         for name in before:
             jax.config.update(name, True)
@@ -93,6 +90,7 @@ def compiled(name, way):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="JAX 0.12 announces them")
 @pytest.mark.filterwarnings("ignore:.*is done in half")  # checkpoints by `jax_remat3` stay full
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", LOSSES)

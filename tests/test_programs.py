@@ -36,7 +36,7 @@ def test_programs(name, k):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(MODES))
 def test_many_programs(name):
-    for k in range(10):
+    for k in range(3):
         judged(name, 1, k)
 
 
@@ -125,7 +125,6 @@ ALONE = {
     "partials": OPTIONS | {"sums": {f"d{i}": [(dirs, 1.0)] for i, dirs in enumerate(ORDERS)}},
     "laplacian": OPTIONS | LAPLACIAN,
     "forward": {"how": "call", "half": "bfloat16", "gradient": {"forward": "float32"}},
-    "forward64": {"how": "call", "half": "bfloat16", "gradient": {"forward": "float64"}},
 }
 TEMPLATES = {name: family for name, (_, family) in operations.FAMILIES.items()}
 TEMPLATES["models"] = operations.MODELS
@@ -177,9 +176,8 @@ def decides(template, name):
     ("name", "family"),
     [
         *(("partials", family) for family in operations.FAMILIES),
-        ("laplacian", "scalars"),
+        ("laplacian", "pairs"),
         *(("forward", family) for family in ("weighted", "models")),
-        ("forward64", "weighted"),
     ],
 )
 def test_each_operation(name, family):

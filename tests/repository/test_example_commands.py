@@ -104,13 +104,3 @@ def test_ctrl_c_keeps_what_was_trained(tmp_path, monkeypatch, capsys):
     done = [(t.precision, t.outcome.steps) for t in drawn]
     assert done == [("float32", 200), ("float32-rounded", 100)]
     assert "float32-dropped" not in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("standard_promotion")
-def test_the_main_job_trains_tells_and_draws(tmp_path, capsys):
-    [training] = solitons.main(["float16"], steps=4, out=tmp_path).values()
-    assert training.outcome.skipped == 0
-    assert 0 < training.outcome.error < 10
-    assert f"{training.outcome.error:.2e}" in capsys.readouterr().out
-    assert (tmp_path / "solitons.png").stat().st_size > 10_000
