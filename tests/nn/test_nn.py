@@ -54,10 +54,12 @@ def test_values_in_a_kernel_of_their_own_are_the_same():
 def test_a_half_dtype_of_a_layer_gives_way_to_full_precision(build, x):
     """Otherwise the float32 reference would have the same rounding as the precision under test."""
     full, half = build(key=jax.random.key(0)), build(key=jax.random.key(0), dtype="float16")
-    want = jax.vmap(full)(x)
-    np.testing.assert_array_equal(jax.vmap(mpx.force_full_precision(half))(x), want)
-    loss = lambda model, x: jnp.mean((jax.vmap(model)(x).astype(jnp.float32) - want) ** 2)
-    run = partial(mpx.filter_value_and_grad, loss, mpx.DynamicLossScaling())
+    evaluate = eqx.filter_jit(lambda model, x: jax.vmap(model)(x))
+    want = evaluate(full, x)
+    np.testing.assert_array_equal(evaluate(mpx.force_full_precision(half), x), want)
+    loss = lambda model, x: jnp.mean((evaluate(model, x).astype(jnp.float32) - want) ** 2)
+    scaling = mpx.DynamicLossScaling()
+    run = lambda **options: eqx.filter_jit(mpx.filter_value_and_grad(loss, scaling, **options))
     for options in ({"forward": "float32"}, {"use_mixed_precision": False}):
         value, _, _, grads = run(**options)(half, x)
         assert value == mpx.global_norm(grads) == 0
