@@ -17,7 +17,7 @@ from jaxtyping import Array
 from .._util._notes import noting
 from ..precision._cast import convert, widen
 from ..precision._dtypes import asked_of_context, is_half, precision_of_user
-from ..precision._forward import Forward, forward_in, present_forward
+from ..precision._forward import Forward, forward_in, in_full_forward, present_forward
 from ..program import _tables as tables
 from ..program._jaxpr import (
     CALLS,
@@ -30,13 +30,14 @@ from ..program._jaxpr import (
     walk,
 )
 from ._backward import Precisions, value_and_pullback
-from ._custom import own_in_registers
+from ._custom import custom_in_registers, own_in_registers
 from ._evaluate import Evaluator, Scaled
 from ._facts import DATA, MASTER, Fact, size_of
-from ._plan import Index, Plan
 from ._products import Product
-from ._rules import Rules
-from ._streams import RAW, Jet, Storage, is_inexact, tell, typed
+from ._storage import RAW, Staged, Storage, tell, typed
+from .taylor._jets import Jet, is_inexact
+from .taylor._plan import Index, Plan
+from .taylor._rules import Rules
 
 
 class Equation(NamedTuple):
@@ -128,12 +129,12 @@ def propagate(
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         with precision_of_user():
             closed = jax.make_jaxpr(fun)(point)
-        rules, lost = Rules(plan, weights), dict[Index, Array]()
+        rules = Rules(plan, weights, custom_in_registers, summed=not in_full_forward())
+        lost = dict[Index, Array]()
         evaluator = _evaluator(closed, rules, scales, note, lost)
         if evaluator.scaled is not None:
-            weights = evaluator.scaled.weights(plan, weights)
-            evaluator = dataclasses.replace(evaluator, rules=Rules(plan, weights))
-        rules = evaluator.rules
+            rules = dataclasses.replace(rules, factors=evaluator.scaled.weights(plan, weights))
+            evaluator = dataclasses.replace(evaluator, rules=rules)
         streams: dict[Index, Any] = {(i,): x for i, x in enumerate(seeds) if (i,) in plan.indices}
         for key in rules.weights:
             first = rules.gather(key, lambda i: [(1, seeds[i[0]])] if len(i) == 1 else ())
@@ -141,10 +142,10 @@ def propagate(
                 streams[key] = first
 
         asked = {*plan.asked, *rules.weights}
-        (out,) = evaluator.program(closed, [Jet(point, streams, RAW)], asked)
-        if not isinstance(out, Jet):
+        (out,) = evaluator.program(closed, [Staged(Jet(point, streams), RAW)], asked)
+        if not isinstance(out, Staged):
             return widen(jnp.asarray(out)), {}, lost
-        out = evaluator.storage.loaded(out, closed.out_avals[0].dtype)
+        out = evaluator.storage.loaded(out.jet, closed.out_avals[0].dtype)
         if evaluator.scaled is not None:
             out = evaluator.scaled.leaving(out)
         shape = out.primal.shape

@@ -24,14 +24,15 @@ from ..program._lines import line_of, site_of
 from ..program._references import with_references_inside
 from ._containers import Containers, enters
 from ._custom import own_in_registers
-from ._known import folded, only_moves
-from ._moments import with_moments
-from ._plan import Index, Plan, sum_key
 from ._products import Product, is_biased, is_weighted, only_names
-from ._roles import Role, stage_after
-from ._rules import Rules, aligned
+from ._roles import Role
 from ._segments import Part, apart_of, parts_of, roles_of, signature
-from ._streams import Jet, Storage, is_inexact, is_traced, tell, typed
+from ._storage import Staged, Storage, jet_of, tell, typed
+from .taylor._jets import Jet, is_inexact, is_traced
+from .taylor._known import folded, only_moves
+from .taylor._moments import with_moments
+from .taylor._plan import Index, Plan, sum_key
+from .taylor._rules import Rules, aligned
 
 
 @jax.tree_util.register_dataclass
@@ -124,16 +125,17 @@ class Evaluator:
         carried: Collection[tuple[int, int]] | None = None,
         halves: Collection[int] = (),
     ) -> list[Any]:
-        """Returns the results of a jaxpr. Operands and results are jets or arrays.
+        """Returns the results of a jaxpr. Operands and results are [`Staged`][] or arrays.
 
         Only the streams that are `asked` for are valid, by default all (see `Role`). If the jaxpr
         is the step of a loop, `carried` pairs results with the operands that they become.
         """
         flat = with_references_inside(flatten(closed, forward_mode=True))
         env: dict[int, Any] = {k: c.value for k, c in flat.constants.items()}
-        env.update(zip(flat.inputs, operands, strict=True))
-        flat = with_moments(flat, [k for k, x in env.items() if isinstance(x, Jet)])
-        stages = {k: x.stage for k, x in env.items() if isinstance(x, Jet)}
+        env.update(zip(flat.inputs, map(jet_of, operands), strict=True))
+        pairs = zip(flat.inputs, operands, strict=True)
+        stages = {k: x.stage for k, x in pairs if isinstance(x, Staged)}
+        flat = with_moments(flat, stages)
         plan = self.rules.plan
         roles = roles_of(flat, stages, plan, asked or plan.everything, carried)
         half = self.product.halves(flat, env, roles.stage, {flat.inputs[i] for i in halves})
@@ -144,6 +146,8 @@ class Evaluator:
         _hold(env, tuple(env), roles)
         alike: dict[Hashable, Callable] = {}
         for part in parts_of(flat, roles):
+            for step in part.steps:
+                roles.reach(step)
             if part.alone:
                 self._step(part.steps[0], env, roles)
             else:
@@ -151,7 +155,7 @@ class Evaluator:
             # Values computed from held values alone have no derivative either.
             if not roles.still.issuperset(part.inputs):
                 _hold(env, part.outputs, roles)
-        return [read(x, env) for x in flat.outputs]
+        return [roles.staged(x, read(x, env)) for x in flat.outputs]
 
     # One layer: the unit that the backward pass evaluates again.
 
@@ -200,11 +204,7 @@ class Evaluator:
             out, *told = self._results(step, operands, roles)
         if self.note is not None and told:
             self.note(step, line_of(step.eqn, (*self.around, *step.calls)), *told)
-        stages = {x: env[x].stage for x in step.variables if isinstance(env[x], Jet)}
-        stage = stage_after(step, stages)
         for k, x, v in zip(step.outputs, out, step.eqn.outvars, strict=True):
-            if isinstance(x, Jet) and not enters(step.eqn, False):
-                x = dataclasses.replace(x, stage=stage)
             if isinstance(x, Jet):
                 for key, stream in x.streams.items():
                     # Otherwise it would be broadcast the wrong way.
@@ -230,6 +230,7 @@ class Evaluator:
             operands = [self.scaled.entering(x) if isinstance(x, Jet) else x for x in operands]
         halves = [isinstance(x, Jet) and self.storage.is_stored(x.primal) for x in operands]
         biased = is_biased(eqn, operands, halves)
+        stages = [roles.reached.get(x) for x in step.inputs]
         # Loops and rules take values as they are.
         loaded = self.storage.loaded
         operands = [loaded(x, aval_of(v).dtype) for x, v in zip(operands, eqn.invars, strict=True)]
@@ -240,7 +241,9 @@ class Evaluator:
             half = self.product.half_operands(step, operands, roles)
             told = tuple(self.scaled.scales) if lost and self.scaled else ()
             options = {"halves": half, "scaled": told, "found": found}
-            out = Containers(self.rules.plan, inner.program, loaded, **options)(eqn, operands)
+            given = list(map(roles.staged, step.inputs, operands))
+            enter = Containers(self.rules.plan, inner.program, loaded, **options)
+            out = roles.received(step, enter(eqn, given))
             while found and self.lost:
                 self.lost(*found.popitem())
             if name == "while":
@@ -248,7 +251,7 @@ class Evaluator:
                 out = [jax.tree.map(partial(_forward_only, why), x) for x in out]
             return out, name, ""
         operands = aligned(eqn, operands)
-        weighted = is_weighted(eqn, operands, self.storage)
+        weighted = is_weighted(eqn, operands, stages, self.storage)
         if weighted and name == "mul":
             operands = _met_by_points(operands)
         applies = name == "scatter" and eqn.params["update_jaxpr"] is not None

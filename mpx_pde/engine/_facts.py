@@ -20,7 +20,9 @@ from ..program import _tables as tables
 from ..program._flat import Constant, Step, flatten
 from ..program._jaxpr import aval_of, bodies_of, scopes_of
 from ._roles import is_wild
-from ._streams import WILD, is_inexact
+from ._storage import WILD
+from .taylor._jets import is_inexact
+from .taylor._rules import KEPT_TERMS
 
 
 CONSTANT, MASTER, DATA, COMPUTED = range(4)
@@ -30,10 +32,6 @@ those of its operands."""
 
 RECOMPUTED = "mpx_pde.computed_again"
 """The scope of a `jax.checkpoint`: its products are computed again from what enters it."""
-
-KEPT_TERMS = "mpx_pde.kept_terms"
-"""The scope of sums that may be computed again from their terms, because their results are of the
-size of these: in the rules for derivatives, and in blocks of a neural operator."""
 
 Sign = tuple[Any, int] | None
 """The sign of a value: that of a variable, or of 1, times +1 or -1; `None` if it is not known."""

@@ -28,14 +28,15 @@ from ._containers import Containers, enters
 from ._custom import own_in_registers
 from ._derivative_of import with_derivative_of
 from ._differences import Wide, wide_in
-from ._moments import moments_p, with_moments
 from ._near import near_numbers, summed_in
-from ._plan import Plan
 from ._products import FULL, full_product, gives_way, half_product, is_biased, split_product
 from ._roles import Role, is_wild
-from ._rules import Rules
 from ._segments import Part, is_light, multiplied_only, parts_of, signature
-from ._streams import DEEP, WILD, Jet, Storage, cast, is_inexact, is_traced, primal_of, typed
+from ._storage import DEEP, WILD, Staged, Storage, array_of, jet_of, typed
+from .taylor._jets import Jet, cast, is_inexact, is_traced, primal_of
+from .taylor._moments import moments_p, with_moments
+from .taylor._plan import Plan
+from .taylor._rules import Rules
 
 
 _RULES_OF_VALUES = Rules(Plan(()))
@@ -85,10 +86,10 @@ class Mixed:
         """Returns the results of a jaxpr in its own dtypes. Its operands are masters, except those
         that it has in half."""
         operands = [
-            Jet(x) if is_inexact(v) and v.dtype == self.dtype else x
+            Staged(Jet(x)) if is_inexact(v) and v.dtype == self.dtype else x
             for x, v in zip(arrays, closed.in_avals, strict=True)
         ]
-        out = map(primal_of, self.program(closed, operands))
+        out = map(array_of, self.program(closed, operands))
         return [
             cast(jnp.asarray(x), v.dtype) if is_inexact(v) else x
             for x, v in zip(out, closed.out_avals, strict=True)
@@ -109,28 +110,36 @@ class Mixed:
     ) -> list[Any]:
         flat = flatten(closed, forward_mode=False, sharded=True)
         env: dict[int, Any] = {k: c.value for k, c in flat.constants.items()}
-        env.update(zip(flat.inputs, operands, strict=True))
+        env.update(zip(flat.inputs, map(jet_of, operands), strict=True))
+        pairs = zip(flat.inputs, operands, strict=True)
+        stage = {k: x.stage for k, x in pairs if isinstance(x, Staged)}
         if self.listener is None:
             # A listener overrides and reports the program as it is.
             flat = with_moments(flat, env)
         rounds = near_numbers(flat, near or (), carried or ())
         wide = wide_in(flat, near, solved, carried or ())
-        roles = self._roles(flat, env, rounds, wide)
+        roles = self._roles(flat, env, stage, rounds, wide)
         alike: dict[Hashable, Callable] = {}
         for part in parts_of(flat, roles):
             run = self._equation if part.alone else self._layer
             run(part, env, roles, alike)
         if self.listener is not None:
             self.listener.program(flat, roles)
-        return [read(x, env) for x in flat.outputs]
+        return [roles.staged(x, read(x, env)) for x in flat.outputs]
 
-    def _roles(self, flat: Flat, env: Mapping[int, Any], near: set[int], wide: Wide) -> Role:
+    def _roles(
+        self,
+        flat: Flat,
+        env: Mapping[int, Any],
+        stage: dict[int, int],
+        near: set[int],
+        wide: Wide,
+    ) -> Role:
         """Returns the roles of variables, given those that are `near` a number (`near_numbers`),
         and those that are `wide` because of what follows (`wide_in`).
         `stored` holds halves, and computed values that only half products read; the evaluation adds
         the others. `final` holds the variables that must not be stored in half."""
         rules = {id(s): self._rule(s.eqn, (*self.around, *s.calls)) for s in flat.steps}
-        stage = {k: x.stage for k, x in env.items() if isinstance(x, Jet)}
         for step in flat.steps:
             if not _moves_masters(step, stage):
                 # Derivatives would overflow or vanish in float16.
@@ -148,7 +157,7 @@ class Mixed:
         near -= summed_in(flat, stage)
         if self.algorithm is None:
             near |= wide.unrounded
-        roles = Role(stage, final, stored, {}, rules=rules, numbers={}, scores=scores)
+        roles = Role(stage, final, stored, {}, dict(stage), rules=rules, numbers={}, scores=scores)
         return roles._replace(near=near, solved=wide.solved)
 
     def governs(self, aval: Any) -> bool:
@@ -264,7 +273,7 @@ class Mixed:
         if step.eqn.primitive.name in tables.MOVES and all(held):
             halves.update(step.outputs)
         for k, x in zip(step.outputs, out, strict=True):
-            env[k] = Jet(primal_of(x), {}, roles.stage[k]) if k in roles.stage else x
+            env[k] = Jet(primal_of(x)) if k in roles.stage else x
         roles.stored.update(k for k in step.outputs if self._is_half(env[k]))
         if step.name in tables.PRODUCTS and roles.rules[id(step)].name == "product":
             # What follows from it may be stored in half, even where this result is not rounded.
@@ -282,7 +291,8 @@ class Mixed:
             solved = [i for i, x in enumerate(step.outputs) if x in roles.solved]
             program = partial(inner.program, near=near, solved=solved)
             enter = Containers(Plan(()), program, self.storage.loaded, mixed=True)
-            return enter(eqn, operands)
+            given = list(map(roles.staged, step.inputs, operands))
+            return roles.received(step, enter(eqn, given))
         if rule.name == "own":
             return own_bind(eqn, typed(eqn, values))
         if eqn.primitive.name in tables.PRODUCTS:

@@ -12,6 +12,7 @@ from jax.extend.core import JaxprEqn
 
 from .._util._varying import match_varying_axes
 from ..precision._dtypes import is_half, wide
+from ..precision._forward import in_full_forward
 from ..precision._split import SPLIT_PRODUCTS
 from ..products._bilinear import Given
 from ..products._conv import mixed_conv_general_dilated_p
@@ -22,9 +23,10 @@ from ..program._flat import Constant, Flat, Step
 from ..program._jaxpr import aval_of, own_bind
 from ..program._products import asks_for_more, says_its_dtype
 from ._roles import Role
-from ._rules import Rules
-from ._streams import DEEP, RAW, WILD, Jet, Storage, bind, cast, is_inexact, primal_of, total
-from ._together import beside
+from ._storage import DEEP, RAW, WILD, Storage
+from .taylor import _together as together
+from .taylor._jets import Jet, bind, cast, is_inexact, primal_of, total
+from .taylor._rules import Rules
 
 
 FULL = np.dtype("float32")
@@ -83,7 +85,7 @@ class Product:
             own = _mixed(step.eqn, dtype, storage.registers if both else out_dtype)
         else:
             several = any(x.streams for x in operands if isinstance(x, Jet))
-            first = any(x.stage == RAW for x in operands if isinstance(x, Jet))
+            first = RAW in _stages(step, operands, roles)
             own = self._full(step.eqn, storage, several, first)
         name = jnp.dtype(dtype or FULL).name
         how = f"{name} × {name} → {jnp.dtype(out_dtype).name}"
@@ -106,7 +108,8 @@ class Product:
             return [storage.stored(jet) if out_dtype != storage.registers else jet], how
 
         jet, weight = (a, b) if isinstance(a, Jet) else (b, a)
-        rows = () if half or self.open else _rows(step.eqn, jet, weight, jet is a)
+        raw = RAW in _stages(step, operands, roles) and not (half or self.open)
+        rows = _rows(step.eqn, jet, weight, jet is a) if raw else ()
         if rows:
             combined = lambda x: _combined(cast(x, rows[0].dtype), rows)
             streams = {k: combined(s) for k, s in jet.streams.items() if np.any(s)}
@@ -124,7 +127,7 @@ class Product:
         eqn = step.eqn
         if not _is_real(eqn):
             return None
-        meets_point = any(x.stage in (RAW, WILD) for x in operands if isinstance(x, Jet))
+        meets_point = not {RAW, WILD}.isdisjoint(_stages(step, operands, roles))
         full = meets_point or storage.dtype is None
         if eqn.primitive.name in tables.MIXED and says_its_dtype(eqn):
             dtype = eqn.params["dtype"]
@@ -173,6 +176,12 @@ class Product:
         return lambda x, y: bind(eqn, [x, y])[0]
 
 
+def _stages(step: Step, operands: Sequence[Any], roles: Role) -> set[int]:
+    """Returns the stages of the operands that depend on the point."""
+    pairs = zip(step.inputs, operands, strict=True)
+    return {roles.reached[x] for x, value in pairs if isinstance(value, Jet)}
+
+
 def precise(eqn: JaxprEqn) -> JaxprEqn:
     """Returns a product that asks for full precision."""
     if eqn.primitive.name in tables.MIXED:
@@ -183,14 +192,14 @@ def precise(eqn: JaxprEqn) -> JaxprEqn:
 
 
 def _rows(eqn: JaxprEqn, jet: Jet, weight: Any, first: bool) -> Sequence[Any]:
-    """Returns the rows of a weight at each point, if few coordinates are multiplied with it; none
-    for other products. The result is a sum of rows. Its factors are the coordinates, and for
-    streams known derivatives. The sum is evaluated where it is read. The gradient of a row is one
-    sum over points of its cotangents from the value and from all streams."""
+    """Returns the rows of a weight at each point, if the few coordinates of a raw value are
+    multiplied with it; none for other products. The result is a sum of rows. Its factors are the
+    coordinates, and for streams known derivatives. The sum is evaluated where it is read. The
+    gradient of a row is one sum over points of its cotangents from the value and all streams."""
     known = all(isinstance(s, np.ndarray) and s.ndim == 1 for s in jet.streams.values())
     dtypes = {jet.primal.dtype, weight.dtype}
     known = known and dtypes <= {FULL, np.dtype("float64")} and np.ndim(weight) == 2
-    if jet.stage != RAW or not jet.streams or not known or jet.primal.ndim != 1:
+    if not jet.streams or not known or jet.primal.ndim != 1:
         return ()
     if "dot_general" not in eqn.primitive.name or jet.primal.size > _FEW:
         return ()
@@ -203,6 +212,12 @@ def _rows(eqn: JaxprEqn, jet: Jet, weight: Any, first: bool) -> Sequence[Any]:
     weight = jnp.moveaxis(weight, axes[1 if first else 0][0], 0)
     weight = cast(weight, max(dtypes, key=lambda dtype: dtype.itemsize))
     return beside(list(weight), jnp.broadcast_to(jet.primal[0], weight.shape[1:]))
+
+
+def beside(arrays: Sequence[Any], like: Any, *, leading: bool = False) -> list[Any]:
+    """Broadcasts arrays for use with several streams. Their gradients are summed in one pass,
+    except in a loss with a full forward pass, which orders its backward pass by itself."""
+    return together.beside(arrays, like, leading=leading, summed=not in_full_forward())
 
 
 def _combined(factors: Any, rows: Sequence[Any]) -> Any:
@@ -246,13 +261,17 @@ def _beside_an_array(eqn: JaxprEqn, operands: Sequence[Any], names: Collection[s
     return moving[0] if alike and eqn.primitive.name in names else None
 
 
-def is_weighted(eqn: JaxprEqn, operands: Sequence[Any], storage: Storage) -> bool:
+def is_weighted(
+    eqn: JaxprEqn, operands: Sequence[Any], stages: Sequence[int | None], storage: Storage
+) -> bool:
     """Returns whether an equation multiplies or adds a value of stage `DEEP` in registers and an
     array that does not depend on the point, as a norm does with its weight and its bias. `False` if
     values are not stored in another dtype than registers."""
     x = _beside_an_array(eqn, operands, tables.ADDITIONS | {"mul"})
     narrows = storage.dtype not in (None, storage.registers)
-    return narrows and x is not None and x.stage == DEEP and x.primal.dtype == storage.registers
+    if not narrows or x is None or x.primal.dtype != storage.registers:
+        return False
+    return any(y is x and stage == DEEP for y, stage in zip(operands, stages, strict=True))
 
 
 def _mixed(

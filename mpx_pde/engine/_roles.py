@@ -2,17 +2,20 @@
 and which have no derivative."""
 
 import math
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from ..program import _tables as tables
-from ..program._flat import Flat, Step, dependent as dependent, variables
-from ._plan import Index
-from ._streams import DEEP, FIRST, RAW, WILD, takes_derivatives
+from ..program._flat import Constant, Flat, Step, variables
+from ..program._jaxpr import bodies_of
+from ._storage import DEEP, FIRST, RAW, WILD, Given, Staged, jet_of
+from .taylor._jets import Jet, Operand
+from .taylor._plan import Index
 
 
 def as_key(x: Any) -> Hashable:
@@ -31,6 +34,8 @@ class Role(NamedTuple):
     **Attributes:**
 
     - `stage`: how far each variable that depends on the point is from it.
+    - `reached`: the same while the program is evaluated. What loops return is as far as it is in
+        them.
     - `final`: the variables that no product and no loop depends on.
     - `stored`: the variables that are kept in half when they leave a layer.
     - `asked`: the streams of each variable that the results depend on, and `()` if they depend on
@@ -53,6 +58,7 @@ class Role(NamedTuple):
     final: set[int]
     stored: set[int]
     asked: dict[int, frozenset[Index]]
+    reached: dict[int, int]
     still: set[int] | frozenset[int] = frozenset()
     half: Collection[int] = ()
     apart: frozenset[int] = frozenset()
@@ -63,11 +69,31 @@ class Role(NamedTuple):
     moving: frozenset[int] = frozenset()
     solved: set[int] | frozenset[int] = frozenset()
 
+    def reach(self, step: Step) -> None:
+        """Records how far the results of an equation are from the point."""
+        stage = stage_after(step, self.reached)
+        if stage is not None:
+            self.reached.update(dict.fromkeys(step.outputs, stage))
+
+    def staged(self, x: int | Constant, value: Operand) -> Given:
+        """Returns the value of an operand as it enters a program."""
+        return Staged(value, self.reached[x]) if isinstance(value, Jet) else value
+
+    def received(self, step: Step, out: Sequence[Given]) -> list[Operand]:
+        """Returns the results of an equation that holds programs, and records how far they are from
+        the point."""
+        for x, value in zip(step.outputs, out, strict=True):
+            self.reached.pop(x, None)
+            if isinstance(value, Staged):
+                self.reached[x] = value.stage
+        return list(map(jet_of, out))
+
     def facts(self, x: int) -> tuple[Hashable, ...]:
         """Returns the facts about a variable by which layers are compared."""
         sets = self.final, self.stored, self.still, self.half, self.scores, self.near, self.moving
         number = None if self.numbers is None else as_key(self.numbers.get(x))
-        return self.stage.get(x), self.asked.get(x), number, *(x in every for every in sets)
+        stages = self.stage.get(x), self.reached.get(x)
+        return *stages, self.asked.get(x), number, *(x in every for every in sets)
 
 
 def stage_after(step: Step, stage: Mapping[int, int]) -> int | None:
@@ -77,6 +103,12 @@ def stage_after(step: Step, stage: Mapping[int, int]) -> int | None:
     if here is not None and step.name in tables.PRODUCTS:
         return FIRST if here == RAW else DEEP
     return DEEP if here == FIRST and not is_linear(step, stage) else here
+
+
+def takes_derivatives(eqn: JaxprEqn) -> bool:
+    """Returns whether results of an equation, or of one inside it, are derivatives."""
+    inside = (inner for body in bodies_of(eqn) for inner in body.jaxpr.eqns)
+    return eqn.primitive.name == "derivative_tap" or any(map(takes_derivatives, inside))
 
 
 def is_wild(step: Step, stage: Mapping[int, int]) -> bool:

@@ -13,22 +13,22 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from ..program import _tables as tables
-from ..program._flat import Constant, Flat, Step, variables
+from ..program._flat import Constant, Flat, Step, dependent, variables
 from ..program._jaxpr import CALLS, bodies_of, contains, differentiable, pushforward
 from ._near import near_numbers, summed_in
-from ._plan import Index, Plan
 from ._roles import (
     Role,
     as_key,
     by_stream,
     contracted,
-    dependent,
     is_linear,
     moving_in,
     stage_after,
     still_in,
 )
-from ._streams import DEEP, RAW, is_inexact
+from ._storage import DEEP, RAW
+from .taylor._jets import is_inexact
+from .taylor._plan import Index, Plan
 
 
 _SMALL = 64
@@ -82,7 +82,7 @@ def roles_of(
     stored -= near_numbers(flat, (), carried or ()) - summed_in(flat, stage)
     everything = _asked_of(flat, stage, plan, asked)
     final = set(stage) - wanted
-    return Role(stage, final, stored, everything, still_in(flat))
+    return Role(stage, final, stored, everything, dict(stages), still_in(flat))
 
 
 def _stages(flat: Flat, given: Mapping[int, int]) -> dict[int, int]:

@@ -13,8 +13,8 @@ from jax import lax
 from program_functions import magnitude, own, swish
 
 import mpx_pde as mpx
-from mpx_pde.engine import _together
 from mpx_pde.engine._evaluate import Evaluator
+from mpx_pde.engine.taylor import _together
 
 
 POINT = jnp.array([0.3, 0.7])

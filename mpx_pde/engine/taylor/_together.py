@@ -19,9 +19,8 @@ from jax.extend.core.primitives import broadcast_in_dim_p, concatenate_p, reduce
 from jax.interpreters import ad, batching, partial_eval
 from jaxtyping import Array
 
-from .._util._varying import match_varying_axes
-from ..precision._forward import in_full_forward
-from ..products._order import keep_used, lower, present, repeated, with_batch_at
+from ..._util._primitives import keep_used, lower, present, repeated, with_batch_at
+from ..._util._varying import match_varying_axes
 
 
 def sum_together(arrays: Sequence[Any], axes: Sequence[int]) -> list[Array]:
@@ -52,21 +51,19 @@ def spread_together(arrays: Sequence[Any], shape: Sequence[Any], dims: Sequence[
     return _grouped(spread, arrays)
 
 
-def beside(arrays: Sequence[Any], like: Any, *, leading: bool = False) -> list[Array]:
+def beside(
+    arrays: Sequence[Any], like: Any, *, leading: bool = False, summed: bool = True
+) -> list[Array]:
     """Broadcasts arrays to the shape of `like`, for use with several streams. The cotangents of an
     array are added before they are summed over the axes that it was broadcast over, including
-    points. Arrays that were broadcast over the same axes are summed in one pass.
+    points. Arrays that were broadcast over the same axes are summed in one pass. Without `summed`
+    this is a plain broadcast.
 
     The axes of an array are the last ones of `like`, and a `vmap` adds one in front. If `leading`,
     they are the first ones, such as the channels of a field, and a `vmap` adds one after them."""
-    if in_full_forward():
-        axes = range(np.ndim(like)) if leading else range(np.ndim(like))[::-1]
-        return [_broadcast(x, like.shape, sorted(axes[: np.ndim(x)])) for x in arrays]
+    if not summed:
+        return _beside(*arrays, like, leading=leading)
     return _beside_p.bind(*match_varying_axes(*arrays, like), leading=leading)
-
-
-def _broadcast(x: Any, shape: Sequence[Any], axes: Sequence[int]) -> Any:
-    return lax.broadcast_in_dim(x, shape, axes)
 
 
 def joined(arrays: Sequence[Any], dimension: int) -> Array:

@@ -11,10 +11,10 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from ..program import _tables as tables
-from ..program._flat import Step
+from ...program import _tables as tables
+from ...program._flat import Step
+from ._jets import Jet, bind_primals, is_inexact
 from ._plan import Index, Plan
-from ._streams import Jet, bind_primals, is_inexact
 from ._together import spread_together
 
 

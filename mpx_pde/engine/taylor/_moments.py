@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 
-from ..program._flat import Constant, Flat, Step, needed
-from ..program._jaxpr import aval_of
-from ._roles import dependent
+from ...program._flat import Constant, Flat, Step, dependent, needed
+from ...program._jaxpr import aval_of
 
 
 LARGEST = 2**16

@@ -15,33 +15,41 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from .._util._varying import match_varying_axes
-from .._util._wrapper import of_some
-from ..program import _tables as tables
-from ..program._jaxpr import CALLS, aval_of, bodies_of, differentiable, own_bind, pushforward
-from ._custom import custom_in_registers
-from ._facts import KEPT_TERMS
+from ..._util._varying import match_varying_axes
+from ..._util._wrapper import of_some
+from ...program import _tables as tables
+from ...program._jaxpr import CALLS, aval_of, bodies_of, differentiable, own_bind, pushforward
+from ._jets import Jet, Operand, Streams, bind, bind_primals, each, is_inexact, primal_of, total
 from ._moments import moments_p
 from ._plan import Index, Plan, chains, splits, sum_key
-from ._streams import Jet, Operand, Streams, bind, bind_primals, each, is_inexact, primal_of, total
 from ._together import beside, joined, sum_together
 from ._towers import CLOSED, closed_tower, nested_tower
+
+
+KEPT_TERMS = "mpx_pde.kept_terms"
+"""The scope of sums whose results are of the size of their terms. A backward pass may compute them
+again from these."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """The rules of one evaluation, for values that are not stored.
+    """The rules of one evaluation.
 
     **Attributes:**
 
     - `plan`: the streams.
     - `factors`: for each sum, the factors of its summands. They are numbers, scalars or, for a
         stacked summand, an array with a factor for each direction.
+    - `own`: evaluates a function with a derivative of its own, an equation, on arrays.
+    - `summed`: whether the gradients of an array that multiplies several streams are summed in one
+        pass.
     """
 
     plan: Plan = eqx.field(static=True)
     factors: Sequence[Sequence[Any]] = ()
+    own: Callable[[JaxprEqn, Sequence[Any]], list] = eqx.field(static=True, default=own_bind)
+    summed: bool = eqx.field(static=True, default=True)
 
     @ft.cached_property
     def weights(self) -> dict[Index, tuple[tuple[Any, Index], ...]]:
@@ -271,7 +279,7 @@ class Rules:
             return [Jet(primal, self.leibniz(lambda x, y, *_: x * y, a, b))]
         jet, factor = (a, b) if isinstance(a, Jet) else (b, a)
         if isinstance(factor, jax.Array) and jet.streams:
-            (factor,) = beside([factor], jet.primal)
+            (factor,) = beside([factor], jet.primal, summed=self.summed)
             primal = jet.primal * factor
         else:
             (primal,) = bind_primals(eqn, operands)
@@ -414,7 +422,7 @@ class Rules:
         if _is_logaddexp(eqn):
             tower = closed_tower("logaddexp", self.order(x), x.primal, _number(operands[1 - i]))
         else:
-            whole = lambda *args: custom_in_registers(eqn, match_varying_axes(*args))[0]
+            whole = lambda *args: self.own(eqn, match_varying_axes(*args))[0]
             tower = nested_tower(of_some(whole, operands, [i]), self.order(x), x.primal)
         return [self.compose(tower, x)]
 
