@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
+from jax.extend.core.primitives import add_jaxvals_p
 
 from ..program import _tables as tables
 from ..program._flat import Constant, Flat, Step, flatten, read, variables
@@ -244,7 +245,7 @@ def run_backward(
 
 def _gradient_terms(backward: Flat) -> set[int]:
     """Returns the values whose sums, moved, are the results of a backward program."""
-    found, moves = set(variables(backward.outputs)), tables.LAYOUT | {"add_any"}
+    found, moves = set(variables(backward.outputs)), tables.LAYOUT | {add_jaxvals_p.name}
     for step in reversed(backward.steps):
         if step.name in moves and not found.isdisjoint(step.outputs):
             found.difference_update(step.outputs)

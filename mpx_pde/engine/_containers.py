@@ -17,7 +17,8 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from .._util._varying import match_varying_axes
 from ..checkpoint_policies import translate
-from ..program._jaxpr import LOOPS, bodies_of
+from ..program import _tables as tables
+from ..program._jaxpr import bodies_of
 from ..program._rebind import rebind, scan_counts
 from ._custom import custom_jvp, custom_vjp
 from ._roles import takes_derivatives
@@ -219,13 +220,13 @@ _ENTERED = {
     "custom_jvp_call": lambda self, eqn, operands: custom_jvp(eqn, operands, self._inside),
     "custom_vjp_call": lambda self, eqn, operands: custom_vjp(eqn, operands, self._inside),
 }
-_PLAIN = (*LOOPS, "remat2", "shard_map")
+_PLAIN = (*tables.LOOPS, "remat2", "shard_map")
 
 
 def enters(eqn: JaxprEqn, plain: bool, *, mixed: bool = False) -> bool:
     """Returns whether an equation is entered here. `plain` means that there are no streams; `mixed`
     that, in addition, each equation has a precision of its own."""
-    return eqn.primitive.name in (_ENTERED if mixed else _PLAIN if plain else LOOPS)
+    return eqn.primitive.name in (_ENTERED if mixed else _PLAIN if plain else tables.LOOPS)
 
 
 def _stages(values: Iterable[Given]) -> list[int]:

@@ -12,7 +12,6 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ..program import _tables as tables
 from ..program._jaxpr import (
-    CALLS,
     aval_of,
     bodies_of,
     differentiable,
@@ -38,7 +37,7 @@ def own_in_registers(eqn: JaxprEqn, args: Sequence[Any], storage: Storage) -> li
     name = eqn.primitive.name
     if name in _CUSTOM:
         return custom_in_registers(eqn, args)
-    if name in ("dot_general", "conv_general_dilated") and is_inexact(aval_of(eqn.outvars[0])):
+    if name in tables.JAX_PRODUCTS and is_inexact(aval_of(eqn.outvars[0])):
         dtype = jnp.promote_types(aval_of(eqn.outvars[0]).dtype, storage.registers)
         eqn = eqn.replace(params={**eqn.params, "preferred_element_type": dtype})
     wide = {x.dtype for x in args if is_inexact(x)} - {storage.registers}
@@ -182,9 +181,9 @@ def _evaluate(closed: ClosedJaxpr, args: Sequence[Any], registers: Storage) -> l
         name = eqn.primitive.name
         if name in _CUSTOM:
             return custom_in_registers(eqn, operands)
-        if name in CALLS:
+        if name in tables.CALLS:
             return _evaluate(bodies_of(eqn)[0], operands, registers)
-        if name == "convert_element_type":
+        if name in tables.CASTS:
             dtypes = operands[0].dtype, eqn.params["new_dtype"]
             if all(jnp.issubdtype(d, jnp.floating) for d in dtypes):
                 return operands

@@ -14,7 +14,7 @@ from ..precision._dtypes import is_half
 from ..program import _tables as tables
 from ..program._flat import Constant, Flat, Step, flatten, variables
 from ..program._jaxpr import aval_of
-from ._near import bodies_in
+from ..program._rebind import bodies_in
 
 
 _FEW = 4
@@ -110,11 +110,11 @@ def _inside(
     """Returns the operands of an equation for which `_reaching` holds in the programs in it. The
     operands at the positions `known` repeat a constant scalar."""
     found: list[int] = []
-    for body, start, (first, stop) in bodies:
+    for body, start, carried in bodies:
         flat = flatten(body, forward_mode=True)
-        onward = [(i, first + i) for i in range(stop - first)]
+        onward = list(enumerate(carried))
         names = dict(enumerate(flat.inputs, start))
-        numbers = {names[i] for i in known if i in names and not first <= i - start < stop}
+        numbers = {names[i] for i in known if i in names and i - start not in carried}
         reaches = _reaching(flat, places, onward, sinks_of, solved, numbers)
         pairs = zip(flat.inputs, step.inputs[start:], strict=False)
         found += variables([x for k, x in pairs if k in reaches])
@@ -125,7 +125,7 @@ def _hands_on(step: Step) -> bool:
     """Returns whether an error of an operand of an equation may matter as much in its result."""
     if step.name in tables.CONSTANT or step.name == "fft":
         return False
-    if step.name == "convert_element_type":
+    if step.name in tables.CASTS:
         return not is_half(step.eqn.params["new_dtype"])
     if step.name not in tables.SUMS or step.name in tables.EXTREMES or not step.outputs:
         return True
@@ -161,8 +161,8 @@ def _subtracted_by(flat: Flat, numbers: Collection[int]) -> Callable[[Step], Ite
     def sinks(step: Step) -> Iterable[int]:
         if step.name in tables.SOLVES:
             return step.values
-        subtracts = step.name == "sub" or (
-            step.name == "add" and any(_is_negative(made.get(x)) for x in step.variables)
+        subtracts = step.name in tables.SUBTRACTIONS or (
+            step.name in tables.ADDITIONS and any(_is_negative(made.get(x)) for x in step.variables)
         )
         if not subtracts or len(step.values) != 2 or depends.isdisjoint(step.values):
             return ()
@@ -175,13 +175,13 @@ def _subtracted_by(flat: Flat, numbers: Collection[int]) -> Callable[[Step], Ite
 
 
 def _is_negative(step: Step | None) -> bool:
-    return step is not None and step.name == "neg"
+    return step is not None and step.name in tables.NEGATIONS
 
 
 def _is_number(x: Any, made: Mapping[Any, Step], numbers: Collection[int]) -> bool:
     """Returns whether an array repeats a constant scalar, or one of `numbers`."""
     step = made.get(x)
-    if step is None or step.name not in _REPEATS or len(step.inputs) != 1:
+    if step is None or step.name not in tables.SAME or len(step.inputs) != 1:
         return x in numbers or (isinstance(x, Constant) and np.ndim(x.value) == 0)
     return _is_number(step.inputs[0], made, numbers)
 
@@ -199,9 +199,8 @@ def _is_bias(step: Step, made: Mapping[Any, Step], depends: Collection[int]) -> 
     return False
 
 
-_REPEATS = tables.LAYOUT | {"convert_element_type"}
-_MOVED = tables.LAYOUT | {"convert_element_type", "select_n", "stop_gradient"}
-_SCALED = _MOVED | {"mul", "div", "max", "min"}
+_MOVED = tables.SAME | tables.SELECTS | {"stop_gradient"}
+_SCALED = _MOVED | tables.SCALINGS | {"max", "min"}
 
 
 def _is_centered(x: Any, y: Any, made: Mapping[Any, Step]) -> bool:

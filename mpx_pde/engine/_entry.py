@@ -20,7 +20,6 @@ from ..precision._dtypes import asked_of_context, is_half, precision_of_user
 from ..precision._forward import Forward, forward_in, in_full_forward, present_forward
 from ..program import _tables as tables
 from ..program._jaxpr import (
-    CALLS,
     aval_of,
     bodies_of,
     equations_in,
@@ -187,9 +186,9 @@ def _in_registers(closed: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
     """Evaluates a program in float64: a cast to float32 in it leaves values as they are."""
 
     def evaluate(_: int, eqn: JaxprEqn, args: list) -> Sequence[Any]:
-        if eqn.primitive.name in CALLS:
+        if eqn.primitive.name in tables.CALLS:
             return _in_registers(bodies_of(eqn)[0], args)
-        cast = eqn.primitive.name == "convert_element_type"
+        cast = eqn.primitive.name in tables.CASTS
         if cast and (args[0].dtype, eqn.params["new_dtype"]) == (np.float64, np.float32):
             return args
         pairs = zip(args, eqn.invars, strict=True)

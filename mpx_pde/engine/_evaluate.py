@@ -246,25 +246,27 @@ class Evaluator:
             out = roles.received(step, enter(eqn, given))
             while found and self.lost:
                 self.lost(*found.popitem())
-            if name == "while":
+            if name in tables.UNBOUNDED:
                 why = _NO_REVERSE.format(line_of(eqn, (*self.around, *step.calls)))
                 out = [jax.tree.map(partial(_forward_only, why), x) for x in out]
             return out, name, ""
         operands = aligned(eqn, operands)
         weighted = is_weighted(eqn, operands, stages, self.storage)
-        if weighted and name == "mul":
+        if weighted and name in tables.MULTIPLICATIONS:
             operands = _met_by_points(operands)
         applies = name == "scatter" and eqn.params["update_jaxpr"] is not None
         rule = None if applies else self.rules.find(eqn, operands)
         if rule is not None:
+            apply = partial(rule.apply, self.rules)
             if only_moves(step, operands):
-                out = folded(rule, eqn, operands, self.rules.plan)
+                out = folded(apply, eqn, operands, self.rules.plan)
             else:
-                out = rule(eqn, operands)
+                out = apply(eqn, operands)
             if biased or weighted:
                 # A bias is added to the value only, not to its streams.
-                out = [self.storage.rounding(x, () if name == "mul" else x.streams) for x in out]
-            return out, rule.__name__.strip("_"), ""
+                whole = name in tables.MULTIPLICATIONS
+                out = [self.storage.rounding(x, () if whole else x.streams) for x in out]
+            return out, rule.name, ""
         known = eqn.primitive in ad.primitive_jvps or name in ("custom_jvp_call", "shard_map")
         moving = [isinstance(x, Jet) and bool(x.streams) for x in operands]
         if (name in tables.OPAQUE or applies or not known) and any(moving):

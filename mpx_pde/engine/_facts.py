@@ -117,9 +117,9 @@ class Facts:
             return values
         if name in tables.ADDITIONS:
             return self._operands_of_sum(step, values)
-        if name == "exp" and self.sign(step.inputs[0]) == (1, -1):
+        if self._decays(step):
             return values
-        if name == "custom_jvp_call" and self._inside(step):
+        if name in tables.PUSHES and self._inside(step):
             return values
         return None
 
@@ -132,7 +132,7 @@ class Facts:
         if any(self.level(x) == MASTER and self._is_wide(x) for x in (a, b)):
             return values
         signs = self.sign(a), self.sign(b)
-        if step.name == "sub" and signs[1] is not None:
+        if step.name in tables.SUBTRACTIONS and signs[1] is not None:
             signs = signs[0], (signs[1][0], -signs[1][1])
         if signs[0] is not None and signs[0] == signs[1]:
             return values
@@ -197,32 +197,35 @@ class Facts:
         name, signs = step.name, list(map(self.sign, step.inputs))
         if not signs or not all(is_inexact(v.aval) for v in step.eqn.outvars):
             return None
-        if name in tables.POSITIVE or name == "erfc" or _is_even(step):
+        if name in tables.POSITIVE or _is_even(step):
             return 1, 1
-        if name in ("mul", "div"):
+        if name in tables.SCALINGS:
             return _product(*signs)
-        if name == "neg":
+        if name in tables.NEGATIONS:
             return None if signs[0] is None else (signs[0][0], -signs[0][1])
-        if name in ("add", "add_any") and signs[0] is not None and signs[0] == signs[1]:
-            return signs[0]
-        if name in tables.ODD or (name == "integer_pow" and not _is_even(step)):
+        if name in tables.ADDITIONS - tables.SUBTRACTIONS:
+            return signs[0] if signs[0] == signs[1] else None
+        if name in tables.ODD or step.power is not None:
             return signs[0]
         if name in tables.MOVES and len(signs) == 1:
             return signs[0]
-        return (1, 1) if name == "max" and (1, 1) in signs else None
+        return (1, 1) if name in tables.MAXIMA and (1, 1) in signs else None
+
+    def _decays(self, step: Step) -> bool:
+        return step.name in tables.DECAYING and self.sign(step.inputs[0]) == (1, -1)
 
     def _root(self, step: Step) -> int | None:
         """Returns the variable that a bounded value is a function of."""
         name, moving = step.name, {x for x in step.variables if self.of[x].level == COMPUTED}
-        if name in tables.SATURATING or (name == "exp" and self.sign(step.inputs[0]) == (1, -1)):
+        if name in tables.SATURATING or self._decays(step):
             return moving.pop() if len(moving) == 1 else None
-        if name in _BOUNDED_TOO:
+        if name in _BOUNDED_TOO or step.power is not None:
             roots = {self.of[x].root for x in moving}
             return roots.pop() if len(roots) == 1 else None
         return None
 
 
-_BOUNDED_TOO = tables.MOVES | tables.ADDITIONS | {"mul", "neg", "square", "integer_pow"}
+_BOUNDED_TOO = tables.MOVES | tables.ADDITIONS | tables.MULTIPLICATIONS | tables.NEGATIONS
 """Operations whose result is bounded if their operands are."""
 
 
@@ -247,12 +250,12 @@ def _product(a: Sign, b: Sign) -> Sign:
 
 
 def _is_even(step: Step) -> bool:
-    return step.name == "square" or (step.name == "integer_pow" and step.eqn.params["y"] % 2 == 0)
+    return step.power is not None and step.power % 2 == 0
 
 
 def _is_light(step: Step) -> bool:
     """Returns whether a step costs hardly more than reading its operands."""
-    if step.name in ("custom_jvp_call", "jit"):
+    if step.name in tables.PUSHES | tables.CALLS:
         inside = [e for b in bodies_of(step.eqn) for e in b.jaxpr.eqns]
-        return all(e.primitive.name in (*tables.LIGHT, "jit") for e in inside)
+        return all(e.primitive.name in tables.LIGHT | tables.CALLS for e in inside)
     return step.name in tables.LIGHT

@@ -303,7 +303,7 @@ class Mixed:
         stored = bool(step.outputs) and (roles.stored - roles.near).issuperset(step.outputs)
         moves = rule.name != "convert" and not is_light(eqn) and not is_container(eqn)
         # A value may be gathered many times. Its cotangents are summed in float32.
-        moves = moves and eqn.primitive.name != "gather"
+        moves = moves and eqn.primitive.name not in tables.GATHERS
         if rule.name == "half" or (stored and moves):
             # Operations outside of layers, such as sorts and collectives, take halves.
             return own_bind(eqn, [cast(x, half) if is_inexact(x) else x for x in values])
@@ -343,7 +343,7 @@ class Mixed:
             if is_half or not is_inexact(primal_of(x)):
                 continue
             # The difference of a prediction and its target is a residual, not a bias.
-            residual = number is None and step.name in ("sub", "div")
+            residual = number is None and step.name in tables.SUBTRACTIONS | tables.DIVISIONS
             if isinstance(x, Jet) or residual:
                 return False
             if number is not None and not self._fits(number):
@@ -380,8 +380,7 @@ def _scores(flat: Flat) -> set[int]:
     out = set[int]()
     for step in flat.steps:
         eqn, name = step.eqn, step.eqn.primitive.name
-        dot = name in tables.PRODUCTS and "dot_general" in name
-        batched = dot and eqn.params["dimension_numbers"][1][0]
+        batched = name in tables.DOTS and eqn.params["dimension_numbers"][1][0]
         moved = name in tables.MOVES and not out.isdisjoint(step.variables)
         out.update(step.outputs if batched or moved else ())
     return out
@@ -411,7 +410,7 @@ def rule_of(eqn: JaxprEqn) -> Rule:
         return Rule("full", "the program asks for this precision itself")
     if name in tables.MIXED and not says_its_dtype(eqn):
         return Rule("mixed", "a mixed product without a dtype of its own: it is given one")
-    if name == "custom_jvp_call":
+    if name in tables.PUSHES:
         return Rule("full" if contains(bodies_of(eqn)[0], tables.FULL) else "follow", "")
     if name not in tables.TABLE:
         return Rule("own", "unknown to autocast", known=False)
@@ -434,9 +433,8 @@ def _moves_masters(step: Step, stage: Mapping[int, int]) -> bool:
     if not any(is_inexact(v.aval) for v in step.eqn.outvars):
         return True
     # A cast of booleans is a master: zeros and ones are exact in every dtype.
-    moves = name in tables.LAYOUT or name == "convert_element_type"
     exact = (is_inexact(x) or getattr(x, "dtype", None) == np.bool_ for x in avals)
-    return moves and all(exact)
+    return name in tables.SAME and all(exact)
 
 
 _PASSED = tables.ARITHMETIC | tables.LAYOUT | tables.CHOICES
@@ -454,10 +452,11 @@ def _in_full(flat: Flat, inside: bool) -> set[int]:
         arithmetic, sums = name in tables.ARITHMETIC, not summed.isdisjoint(step.outputs)
         here = (arithmetic or name in tables.LAYOUT) and not magnified.isdisjoint(step.outputs)
         only = name in _PASSED and elsewhere.isdisjoint(step.outputs)
-        square = name == "mul" and len(set(operands)) == 1 and len(operands) == 2
-        if (arithmetic and here) or (name == "mul" and sums and (square or only)):
+        multiplies = name in tables.MULTIPLICATIONS
+        square = multiplies and len(set(operands)) == 1 and len(operands) == 2
+        if (arithmetic and here) or (multiplies and sums and (square or only)):
             out.update(step.outputs)
-        even = name == "integer_pow" and step.eqn.params["y"] % 2 == 0
+        even = step.power is not None and step.power % 2 == 0
         if here or even or name in tables.MAGNIFYING:
             magnified.update(operands)
         into_sum = name in tables.SUMS or (sums and name in _PASSED)

@@ -166,7 +166,7 @@ class Product:
         name, is_open = eqn.primitive.name, eqn.params.get("precision") is None
         if name in tables.MIXED:
             is_open = not says_its_dtype(eqn) or is_half(eqn.params["dtype"])
-        plain = name == "dot_general" and is_open and _is_real(eqn)
+        plain = name in tables.DOTS - tables.MIXED and is_open and _is_real(eqn)
         if plain or name in tables.MIXED:
             return _mixed(eqn, wide, wide, given=Given(apart=several or not plain))
         params = {**eqn.params, "preferred_element_type": wide}
@@ -201,7 +201,7 @@ def _rows(eqn: JaxprEqn, jet: Jet, weight: Any, first: bool) -> Sequence[Any]:
     known = known and dtypes <= {FULL, np.dtype("float64")} and np.ndim(weight) == 2
     if not jet.streams or not known or jet.primal.ndim != 1:
         return ()
-    if "dot_general" not in eqn.primitive.name or jet.primal.size > _FEW:
+    if eqn.primitive.name not in tables.DOTS or jet.primal.size > _FEW:
         return ()
     precision = eqn.params.get("precision")
     if precision not in (None, (lax.Precision.HIGHEST,) * 2) or eqn.params["out_sharding"]:
@@ -239,7 +239,7 @@ def _is_real(eqn: JaxprEqn) -> bool:
 def only_names(eqn: JaxprEqn, operands: Sequence[Any], storage: Storage) -> bool:
     """Returns whether an equation is a cast of a stored value to the dtype of registers, which
     needs no computation."""
-    if eqn.primitive.name != "convert_element_type":
+    if eqn.primitive.name not in tables.CASTS:
         return False
     x, new = primal_of(operands[0]), eqn.params["new_dtype"]
     return new == storage.registers and isinstance(operands[0], Jet) and storage.is_stored(x)
@@ -267,7 +267,7 @@ def is_weighted(
     """Returns whether an equation multiplies or adds a value of stage `DEEP` in registers and an
     array that does not depend on the point, as a norm does with its weight and its bias. `False` if
     values are not stored in another dtype than registers."""
-    x = _beside_an_array(eqn, operands, tables.ADDITIONS | {"mul"})
+    x = _beside_an_array(eqn, operands, tables.ADDITIONS | tables.MULTIPLICATIONS)
     narrows = storage.dtype not in (None, storage.registers)
     if not narrows or x is None or x.primal.dtype != storage.registers:
         return False
@@ -288,7 +288,7 @@ def mixed_form(
     dropped = ("precision", "preferred_element_type", "algorithm")
     params = {k: v for k, v in eqn.params.items() if k not in dropped}
     params |= {"dtype": jnp.dtype(dtype), "out_dtype": jnp.dtype(out_dtype), "given": given}
-    is_dot = "dot_general" in eqn.primitive.name
+    is_dot = eqn.primitive.name in tables.DOTS
     if is_dot:
         params["algorithm"] = algorithm
     primitive = mixed_dot_general_p if is_dot else mixed_conv_general_dilated_p
@@ -302,11 +302,11 @@ def forward_product(eqn: JaxprEqn, algorithm: str | None) -> JaxprEqn:
     """Returns a product in full, by the algorithm unless the program asks for a precision."""
     dtype, mixed = aval_of(eqn.outvars[0]).dtype, eqn.primitive.name in tables.MIXED
     if mixed and (is_half(eqn.params["dtype"]) or not says_its_dtype(eqn)):
-        own = algorithm if dtype == FULL and "dot_general" in eqn.primitive.name else None
+        own = algorithm if dtype == FULL and eqn.primitive.name in tables.DOTS else None
         return mixed_form(eqn, wide(dtype), dtype, own)
     if mixed or algorithm is None or asks_for_more(eqn) or not _is_real(eqn):
         return eqn
-    takes = dtype == FULL and "dot_general" in eqn.primitive.name
+    takes = dtype == FULL and eqn.primitive.name in tables.DOTS
     return mixed_form(eqn, FULL, FULL, algorithm) if takes else eqn
 
 
@@ -343,7 +343,7 @@ def split_product(eqn: JaxprEqn, arrays: Sequence[Any], algorithm: lax.DotAlgori
     """Returns a product of float32 arrays by an algorithm that splits them into halves, and adds
     the products of these. Convolutions have no such algorithm, and are taken in float32."""
     name = next((k for k, v in SPLIT_PRODUCTS.items() if v is algorithm), None)
-    if name is not None or "dot_general" not in eqn.primitive.name:
+    if name is not None or eqn.primitive.name not in tables.DOTS:
         return _mixed(eqn, FULL, FULL, name, Given())(*arrays)
     # A JAX preset that is not in `SPLIT_PRODUCTS`.
     params = {name: eqn.params[name] for name in ("dimension_numbers", "out_sharding")}
@@ -374,4 +374,4 @@ def multiplied_in(eqn: JaxprEqn, rule: str, dtype: np.dtype, algorithm: Any) -> 
         return wide(own if name in tables.MIXED else FULL).name
     if algorithm is None:
         return dtype.name
-    return algorithm.name if "dot" in name else FULL.name
+    return algorithm.name if name in tables.DOTS else FULL.name

@@ -10,8 +10,6 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, primitives
 from ..program import _tables as tables
 from ..program._flat import Constant, Step, read
 from ..program._jaxpr import (
-    CALLS,
-    LOOPS,
     bodies_of,
     contains,
     in_context_of,
@@ -40,9 +38,9 @@ def evaluated(closed: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
 
     def evaluate(_: int, eqn: JaxprEqn, args: list) -> Sequence[Any]:
         with in_context_of(eqn):
-            if eqn.primitive.name in CALLS:
+            if eqn.primitive.name in tables.CALLS:
                 return evaluated(bodies_of(eqn)[0], args)
-            own = eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call")
+            own = eqn.primitive.name in tables.CUSTOM
             return custom_in_registers(eqn, args) if own else own_bind(eqn, args)
 
     known = lambda atom: read(Constant(atom.val, atom.aval), {})
@@ -63,7 +61,7 @@ def _in_full(closed: ClosedJaxpr, given: Sequence[Fact], half: np.dtype) -> Clos
         eqns = []
         for eqn in jaxpr.eqns:
             inputs = tuple(map(read, eqn.invars))
-            if eqn.primitive.name in CALLS:
+            if eqn.primitive.name in tables.CALLS:
                 (body,) = bodies_of(eqn)
                 inner, outputs = entered(body.jaxpr, body.consts, inputs)
                 eqn = with_jaxprs(eqn, lambda _, inner=inner: inner)
@@ -94,14 +92,15 @@ def _without_checkpoints(closed: ClosedJaxpr) -> ClosedJaxpr:
         return jaxpr.replace(eqns=[one(e, region) for e in jaxpr.eqns])
 
     def one(eqn: JaxprEqn, region: str) -> JaxprEqn:
-        if eqn.primitive.name == "remat2" and not contains(bodies_of(eqn)[0], LOOPS):
+        name = eqn.primitive.name
+        if name in tables.CHECKPOINTS and not contains(bodies_of(eqn)[0], tables.LOOPS):
             inner = region
             if not region and eqn.params["policy"] is None:
                 inner = f"{RECOMPUTED}.{next(numbers)}"
             body = ClosedJaxpr(entered(eqn.params["jaxpr"], inner), ())
             call = {"call_jaxpr": body}
             return eqn.replace(primitive=primitives.closed_call_p, params=call)
-        if eqn.primitive.name in tables.CONTAINERS and not eqn.primitive.name.startswith("custom"):
+        if name in tables.CONTAINERS - tables.CUSTOM:
             eqn = with_jaxprs(eqn, lambda x: entered(x, region))
         if not region:
             return eqn

@@ -108,7 +108,7 @@ def stage_after(step: Step, stage: Mapping[int, int]) -> int | None:
 def takes_derivatives(eqn: JaxprEqn) -> bool:
     """Returns whether results of an equation, or of one inside it, are derivatives."""
     inside = (inner for body in bodies_of(eqn) for inner in body.jaxpr.eqns)
-    return eqn.primitive.name == "derivative_tap" or any(map(takes_derivatives, inside))
+    return eqn.primitive.name in tables.DERIVATIVES or any(map(takes_derivatives, inside))
 
 
 def is_wild(step: Step, stage: Mapping[int, int]) -> bool:
@@ -128,8 +128,8 @@ def is_linear(step: Step, stage: Mapping[int, int]) -> bool:
     """Returns whether an equation is linear in the operands that depend on the point."""
     name = step.name
     moving = moving_in(step, stage)
-    scales = name in ("mul", "convert_element_type") and len(moving) == 1
-    return name in tables.LINEAR or scales or (name == "div" and moving == [0])
+    scales = name in tables.MULTIPLICATIONS | tables.CASTS and len(moving) == 1
+    return name in tables.LINEAR or scales or (name in tables.DIVISIONS and moving == [0])
 
 
 def moving_in(step: Step, stage: Mapping[int, int]) -> list[int]:
@@ -156,7 +156,7 @@ def still_in(flat: Flat) -> set[int]:
 def contracted(step: Step) -> int:
     """Returns the number of terms that each entry of a product sums."""
     avals: list[Any] = [v.aval for v in step.eqn.invars[:2]]
-    if "dot_general" not in step.name:
+    if step.name not in tables.DOTS:
         return math.prod(avals[1].shape[1:])
     ((axes, _), _) = step.eqn.params["dimension_numbers"]
     return math.prod(avals[0].shape[i] for i in axes)

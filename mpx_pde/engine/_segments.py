@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn
 
 from ..program import _tables as tables
 from ..program._flat import Constant, Flat, Step, dependent, variables
-from ..program._jaxpr import CALLS, bodies_of, contains, differentiable, pushforward
+from ..program._jaxpr import bodies_of, contains, differentiable, pushforward
 from ._near import near_numbers, summed_in
 from ._roles import (
     Role,
@@ -34,8 +34,6 @@ from .taylor._plan import Index, Plan
 _SMALL = 64
 """The largest number of coordinates for which the first product is evaluated again, not kept."""
 
-_ORDERS = ("transpose", "reshape", "squeeze", "convert_element_type")
-
 _VALUE: frozenset[Index] = frozenset({()})
 """The streams of a variable of which only the value is asked for."""
 
@@ -46,7 +44,7 @@ def is_light(eqn: JaxprEqn) -> bool:
     if eqn.effects or not bodies:
         return name in tables.LIGHT and not eqn.effects
     inside = (inner for body in bodies for inner in body.jaxpr.eqns)
-    return name in (*CALLS, "custom_jvp_call") and all(map(is_light, inside))
+    return name in tables.CALLS | tables.PUSHES and all(map(is_light, inside))
 
 
 class Part(NamedTuple):
@@ -122,11 +120,11 @@ def apart_of(flat: Flat, roles: Role, traced: Iterable[int]) -> frozenset[int]:
 
 def _holds_while(step: Step, still: Collection[int]) -> bool:
     bodies = bodies_of(step.eqn)
-    if step.name == "custom_jvp_call":
+    if step.name in tables.PUSHES:
         # A rule may refuse to differentiate by an operand that has no derivative.
         moves = lambda i: not isinstance(step.inputs[i], Constant) and step.inputs[i] not in still
         bodies.append(pushforward(step.eqn, list(filter(moves, differentiable(step.eqn.invars)))))
-    return step.name == "while" or any(contains(b, ("while",)) for b in bodies)
+    return step.name in tables.UNBOUNDED or any(contains(b, tables.UNBOUNDED) for b in bodies)
 
 
 def _asked_of(
@@ -230,7 +228,7 @@ def _behind_products(
         while chain and roles.final.isdisjoint(chain) and chain[-1] not in read:
             following = readers.get(chain[-1], [])
             name = following[0].eqn.primitive.name if len(following) == 1 else ""
-            if name not in tables.ADDITIONS and name not in _ORDERS:
+            if name not in tables.ADDITIONS and name not in tables.ORDERS:
                 break
             chain += following[0].outputs
             if name == "transpose" or len(moving_in(following[0], roles.stage)) == 2:
@@ -257,7 +255,7 @@ def _behind_products(
 
 def _region(step: Step, outputs: Sequence[int]) -> Part:
     """Returns an equation as a part. A checkpoint that holds products is a layer of its own."""
-    if step.name != "remat2" or not contains(bodies_of(step.eqn)[0], tables.PRODUCTS):
+    if step.name not in tables.CHECKPOINTS or not contains(bodies_of(step.eqn)[0], tables.PRODUCTS):
         return _by_itself(step)
     return _by_itself(step, alone=False)._replace(outputs=tuple(outputs), multiplies=True)
 

@@ -85,7 +85,7 @@ class AutocastReport:
         return "\n".join(lines)
 
 
-_PASSING = tables.FOLLOWING | tables.SUMS | {"convert_element_type"}
+_PASSING = tables.FOLLOWING | tables.SUMS | tables.CASTS
 """Operations whose results are as large as their operands, or larger."""
 
 

@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import Sharding
 
 from . import _tables as tables
-from ._jaxpr import CALLS, OF_REVERSE_MODE, aval_of, bodies_of, contains, differentiable, walk
+from ._jaxpr import aval_of, bodies_of, contains, differentiable, walk
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # by identity, because not all values have a hash
@@ -51,6 +51,11 @@ class Step:
         return frozenset(x for i in live if not isinstance(x := self.inputs[i], Constant))
 
     @cached_property
+    def power(self) -> int | None:
+        """Returns the whole number to whose power the equation raises its operand, if any."""
+        return tables.power_of(self.name, self.eqn.params)
+
+    @cached_property
     def holds_products(self) -> bool:
         """Returns whether the equation contains products."""
         return any(contains(inner, tables.PRODUCTS) for inner in bodies_of(self.eqn))
@@ -80,7 +85,7 @@ def flatten(closed: ClosedJaxpr, *, forward_mode: bool, sharded: bool = False) -
     because they tie unrelated arrays together.
     With `sharded`, a call that names the shardings of its arrays is not inlined.
     """
-    calls = CALLS | OF_REVERSE_MODE if forward_mode else CALLS
+    calls = tables.CALLS | tables.OF_REVERSE_MODE if forward_mode else tables.CALLS
     steps: list[Step] = []
     constants: dict[int, Constant] = {}
     numbers = iter(range(1 << 62))
@@ -97,7 +102,7 @@ def flatten(closed: ClosedJaxpr, *, forward_mode: bool, sharded: bool = False) -
 
     def step(around: tuple[JaxprEqn, ...], _: int, eqn: JaxprEqn, inputs: list) -> Sequence:
         name = eqn.primitive.name
-        own = name == "custom_vjp_call" and forward_mode and _is_flat(eqn)
+        own = forward_mode and name in tables.CUSTOM - tables.PUSHES and _is_flat(eqn)
         if name in calls and not own and not (sharded and _is_sharded(eqn)):
             return inline(bodies_of(eqn)[0], inputs, (*around, eqn))
         if forward_mode and name in tables.BARRIERS:

@@ -55,7 +55,7 @@ def evaluated(fun, x, rules, streams):
         if not any(isinstance(x, Jet) for x in operands):
             out = bind(*operands)
         elif (rule := rules.find(step.eqn, operands)) is not None:
-            out = rule(step.eqn, operands)
+            out = rule.apply(rules, step.eqn, operands)
         else:
             out = rules.nested(bind, operands)
         env.update(zip(step.outputs, out, strict=True))

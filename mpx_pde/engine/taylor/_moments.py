@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 
+from ...program import _tables as tables
 from ...program._flat import Constant, Flat, Step, dependent, needed
 from ...program._jaxpr import aval_of
 
@@ -78,7 +79,7 @@ def _deviations(step: Step, made: Mapping[int, Step]) -> tuple[int, tuple[int, .
     if where is None or square is None or not _is_square(square):
         return None
     centered = made.get(square.variables[0])
-    if centered is None or centered.name != "sub" or len(centered.variables) != 2:
+    if centered is None or centered.name not in tables.SUBTRACTIONS or len(centered.variables) != 2:
         return None
     (x, mean), axes = centered.variables, where[1]
     shape = aval_of(centered.eqn.outvars[0]).shape
@@ -94,10 +95,9 @@ def _deviations(step: Step, made: Mapping[int, Step]) -> tuple[int, tuple[int, .
 
 
 def _is_square(step: Step) -> bool:
-    name = step.name
-    twice = name == "mul" and len(step.variables) == 2 and len(set(step.variables)) == 1
-    power = name == "square" or (name == "integer_pow" and step.eqn.params["y"] == 2)
-    return twice or (power and bool(step.variables))
+    if step.name in tables.MULTIPLICATIONS:
+        return len(step.variables) == 2 and len(set(step.variables)) == 1
+    return step.power == 2 and bool(step.variables)
 
 
 def _mean_of(
@@ -113,7 +113,7 @@ def _mean_of(
         name = step.name
         if name == "broadcast_in_dim" and len(step.inputs) == 1:
             moves.append(step.eqn.params)
-        elif name == "div" and not divided and _number(step.inputs[1]) == count:
+        elif name in tables.DIVISIONS and not divided and _number(step.inputs[1]) == count:
             divided = True
         elif _summed(step) == where and divided:
             kept: list[int | None] = [i for i in range(ndim) if i not in where[1]]

@@ -6,7 +6,7 @@ import functools as ft
 import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -18,9 +18,8 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from ..._util._varying import match_varying_axes
 from ..._util._wrapper import of_some
 from ...program import _tables as tables
-from ...program._jaxpr import CALLS, aval_of, bodies_of, differentiable, own_bind, pushforward
+from ...program._jaxpr import aval_of, bodies_of, differentiable, own_bind, pushforward
 from ._jets import Jet, Operand, Streams, bind, bind_primals, each, is_inexact, primal_of, total
-from ._moments import moments_p
 from ._plan import Index, Plan, chains, splits, sum_key
 from ._together import beside, joined, sum_together
 from ._towers import CLOSED, closed_tower, nested_tower
@@ -137,31 +136,15 @@ class Rules:
 
     # Rules by primitive. Each takes an equation and its operands, and returns the results.
 
-    def find(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> Callable | None:
+    def find(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> "JetRule | None":
         """Returns the rule for an equation that is no product or container; `None` without one."""
-        name = eqn.primitive.name
-        moving = [i for i, x in enumerate(operands) if isinstance(x, Jet)]
-        if name in tables.CONSTANT or not any(is_inexact(v.aval) for v in eqn.outvars):
-            return self._constant
-        own = {"convert_element_type": self._convert, "device_put": self._each}
-        own |= {"mul": self._mul, "div": self._div, "sqrt": self._sqrt}
-        own |= {moments_p.name: self.moments}
-        if name in own:
-            return own[name]
-        if name in tables.TOGETHER and not any(map(_is_complex, eqn.invars)):
-            return self._together
-        if name == "scatter" and not eqn.params["unique_indices"]:
-            # Of several updates of one entry, all streams take the one that the value takes.
-            return self._selection
-        if name in tables.LINEAR:
-            return self._linear
-        if name in tables.SELECTIONS and (name != "clamp" or moving == [1]):
-            return self._selection
-        if name == "custom_jvp_call":
-            return self._custom if self._is_elementwise(eqn, moving, operands) else None
-        real = not any(map(_is_complex, eqn.invars))
-        fits = moving == [0] and real and name in tables.ELEMENTWISE
-        return self._elementwise if fits else None
+        if not any(is_inexact(v.aval) for v in eqn.outvars):
+            return JET_RULES["constant"]
+        row = tables.TABLE.get(eqn.primitive.name)
+        rule = None if row is None else JET_RULES.get(row.rule)
+        while rule is not None and rule.fits is not None and not rule.fits(self, eqn, operands):
+            rule = JET_RULES.get(rule.otherwise)
+        return rule
 
     def _constant(self, eqn, operands):
         return list(map(Jet, bind_primals(eqn, operands)))
@@ -218,7 +201,7 @@ class Rules:
         (x,), params = operands, eqn.params
         if params.get("sharding", params.get("out_sharding")) is not None:
             return self._linear(eqn, operands)
-        if eqn.primitive.name == "broadcast_in_dim":
+        if eqn.primitive.name in tables.LAYOUT:
             # The axes in a program may be NumPy integers.
             return [x.spread(params["shape"], tuple(map(int, params["broadcast_dimensions"])))]
         return summed([x], tuple(map(int, params["axes"])))
@@ -250,12 +233,13 @@ class Rules:
         name = eqn.primitive.name
         if name in tables.ADDITIONS:
             x, y = (x.streams.get(key) if isinstance(x, Jet) else None for x in operands)
-            return [total([x, -y if name == "sub" and y is not None else y])]
-        if name == "gather":
+            subtracts = name in tables.SUBTRACTIONS and y is not None
+            return [total([x, -y if subtracts else y])]
+        if name in tables.GATHERS:
             # An entry that is read out of bounds is a constant, so its derivative is zero.
             eqn = eqn.replace(params={**eqn.params, "fill_value": 0})
         place = lambda args: bind(eqn, args)
-        if name == "concatenate":
+        if name in tables.JOINS:
             place = lambda args: [joined(args, eqn.params["dimension"])]
         return self._mapped(place, operands, key)
 
@@ -406,8 +390,9 @@ class Rules:
 
     # Functions with a custom derivative.
 
-    def _is_elementwise(self, eqn, moving, operands) -> bool:
+    def _is_elementwise(self, eqn, operands) -> bool:
         (out, *more) = eqn.outvars
+        moving = _moving(operands)
         if more or len(moving) != 1 or any(map(_is_complex, (*eqn.invars, out))):
             return False
         x = operands[moving[0]]
@@ -425,6 +410,72 @@ class Rules:
             whole = lambda *args: self.own(eqn, match_varying_axes(*args))[0]
             tower = nested_tower(of_some(whole, operands, [i]), self.order(x), x.primal)
         return [self.compose(tower, x)]
+
+
+def _moving(operands: Sequence[Operand]) -> list[int]:
+    """Returns the positions of the operands that depend on the point."""
+    return [i for i, x in enumerate(operands) if isinstance(x, Jet)]
+
+
+class JetRule(NamedTuple):
+    """A rule for streams.
+
+    **Attributes:**
+
+    - `apply`: a method of `Rules` that takes an equation and its operands.
+    - `fits`: returns whether the rule holds for an equation; `None` if it always does.
+    - `otherwise`: the name of the rule for equations that it does not hold for; by default they
+        have none.
+    """
+
+    apply: Callable[[Rules, JaxprEqn, Sequence[Operand]], list[Jet]]
+    fits: Callable[[Rules, JaxprEqn, Sequence[Operand]], bool] | None = None
+    otherwise: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.apply.__name__.strip("_")
+
+
+def _is_real(rules: Rules, eqn: JaxprEqn, operands: Sequence[Operand]) -> bool:
+    return not any(map(_is_complex, eqn.invars))
+
+
+def _is_of_one(rules: Rules, eqn: JaxprEqn, operands: Sequence[Operand]) -> bool:
+    return _moving(operands) == [0] and _is_real(rules, eqn, operands)
+
+
+def _has_fixed_bounds(rules: Rules, eqn: JaxprEqn, operands: Sequence[Operand]) -> bool:
+    return _moving(operands) == [1]
+
+
+def _updates_once(rules: Rules, eqn: JaxprEqn, operands: Sequence[Operand]) -> bool:
+    # Of several updates of one entry, all streams take the one that the value takes.
+    return eqn.params["unique_indices"]
+
+
+JET_RULES: dict[str, JetRule] = {
+    "constant": JetRule(Rules._constant),
+    "cast": JetRule(Rules._convert),
+    "layout": JetRule(Rules._linear),
+    "linear": JetRule(Rules._linear),
+    "each": JetRule(Rules._each),
+    "together": JetRule(Rules._together, _is_real, "linear"),
+    "scatter": JetRule(Rules._linear, _updates_once, "selection"),
+    "selection": JetRule(Rules._selection),
+    "clamp": JetRule(Rules._selection, _has_fixed_bounds),
+    "mul": JetRule(Rules._mul),
+    "div": JetRule(Rules._div),
+    "sqrt": JetRule(Rules._sqrt),
+    "moments": JetRule(Rules.moments),
+    "elementwise": JetRule(Rules._elementwise, _is_of_one),
+    "custom": JetRule(Rules._custom, Rules._is_elementwise),
+}
+"""Rules for streams, by their names in the table of primitives. What has none here is a product or
+a container, or is differentiated by nested `jvp`, or not at all."""
+
+_ELSEWHERE = {"product", "container", "nested", "opaque"}
+assert {row.rule for row in tables.TABLE.values()} == {*JET_RULES} | _ELSEWHERE
 
 
 def summed(jets: Sequence[Jet], axes: Sequence[int]) -> list[Jet]:
@@ -449,7 +500,7 @@ def aligned(eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
     if name not in tables.BROADCASTS or not shape:
         return list(operands)
     # The rule for `div` spreads the divisor itself.
-    places = (0,) if name == "div" else range(len(operands))
+    places = (0,) if name in tables.DIVISIONS else range(len(operands))
     return [spread(x, shape) if i in places else x for i, x in enumerate(operands)]
 
 
@@ -505,9 +556,9 @@ def _pointwise(closed: ClosedJaxpr, order: int = 0) -> bool:
 
     def fits(eqn):
         name = eqn.primitive.name
-        if name == "custom_jvp_call":
+        if name in tables.PUSHES:
             return _pointwise_custom(eqn, differentiable(eqn.invars), order)
-        if name in CALLS:
+        if name in tables.CALLS:
             return _pointwise(bodies_of(eqn)[0], order)
         if name == "broadcast_in_dim":
             return eqn.invars[0].aval.shape in ((), eqn.outvars[0].aval.shape)
