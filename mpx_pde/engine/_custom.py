@@ -64,6 +64,13 @@ def custom_in_registers(eqn: JaxprEqn, args: Sequence[Any]) -> list:
     return _CUSTOM[eqn.primitive.name](eqn, args, evaluate)
 
 
+def bind_recorded(eqn: JaxprEqn, args: Sequence[Any]) -> list:
+    """Binds an equation. Functions with a derivative of their own return arrays of the shapes that
+    the equation records."""
+    own = eqn.primitive.name in tables.CUSTOM
+    return custom_in_registers(eqn, args) if own else own_bind(eqn, args)
+
+
 def _as_recorded(eqn: JaxprEqn, out: Sequence[Any], of: Sequence[Any]) -> list[Any]:
     """Returns results, or tangents, in the shapes recorded for the results `of`.
 

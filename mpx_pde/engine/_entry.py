@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array
 
 from .._util._notes import noting
@@ -19,14 +19,13 @@ from ..precision._cast import convert, widen
 from ..precision._dtypes import asked_of_context, is_half, precision_of_user
 from ..precision._forward import Forward, forward_in, in_full_forward, present_forward
 from ..program import _tables as tables
+from ..program._flat import Step, evaluated, flatten
 from ..program._jaxpr import (
     aval_of,
-    bodies_of,
     equations_in,
     is_container,
     own_bind,
     trace_arrays,
-    walk,
 )
 from ._backward import Precisions, value_and_pullback
 from ._custom import custom_in_registers, own_in_registers
@@ -175,30 +174,25 @@ class InForward(eqx.Module):
         noted = noting(_NAMES_FLOAT32, TypeError, ValueError, about="float64")
         with forward_in(self.forward), noted:
             closed, leaves, assemble = trace_arrays(fun, args, kwargs)
-        out = _in_registers(closed, [x for _, x in leaves])
+        flat = flatten(closed, forward_mode=False)
+        out = evaluated(flat, [x for _, x in leaves], _bind_in_float64)
         return _states_as(program, assemble(out))
 
 
 _FLOAT64 = Storage(np.dtype(np.float64))
 
 
-def _in_registers(closed: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
-    """Evaluates a program in float64: a cast to float32 in it leaves values as they are."""
-
-    def evaluate(_: int, eqn: JaxprEqn, args: list) -> Sequence[Any]:
-        if eqn.primitive.name in tables.CALLS:
-            return _in_registers(bodies_of(eqn)[0], args)
-        cast = eqn.primitive.name in tables.CASTS
-        if cast and (args[0].dtype, eqn.params["new_dtype"]) == (np.float64, np.float32):
-            return args
-        pairs = zip(args, eqn.invars, strict=True)
-        alike = all(getattr(x, "dtype", None) == aval_of(v).dtype for x, v in pairs)
-        if alike or is_container(eqn):
-            return own_bind(eqn, typed(eqn, args))
-        return own_in_registers(eqn, args, _FLOAT64)
-
-    known = lambda atom: np.asarray(atom.val, atom.aval.dtype)
-    return walk(closed.jaxpr, closed.consts, operands, known, evaluate)
+def _bind_in_float64(step: Step, args: list[Any]) -> list:
+    """Binds an equation to float64 operands. A cast to float32 leaves values as they are."""
+    eqn = step.eqn
+    cast = eqn.primitive.name in tables.CASTS
+    if cast and (args[0].dtype, eqn.params["new_dtype"]) == (np.float64, np.float32):
+        return args
+    pairs = zip(args, eqn.invars, strict=True)
+    alike = all(getattr(x, "dtype", None) == aval_of(v).dtype for x, v in pairs)
+    if alike or is_container(eqn):
+        return own_bind(eqn, typed(eqn, args))
+    return own_in_registers(eqn, args, _FLOAT64)
 
 
 def linearized(

@@ -10,6 +10,7 @@ import dataclasses
 import functools as ft
 import math
 import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ..program import _tables as tables
-from ..program._flat import Constant, Step, flatten
+from ..program._flat import Constant, Flat, Step, flatten
 from ..program._jaxpr import aval_of, bodies_of, scopes_of
 from ._roles import is_wild
 from ._storage import WILD
@@ -80,7 +81,7 @@ class Facts:
     operands: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     made: dict[int, Step] = dataclasses.field(default_factory=dict)
 
-    def add(self, step: Step) -> None:
+    def _add(self, step: Step) -> None:
         """Adds the results of a step whose operands have facts."""
         level = ft.reduce(operator.or_, map(self.level, step.variables), CONSTANT)
         again = self._operands_again(step, level)
@@ -159,7 +160,7 @@ class Facts:
             level, width = (outside.level, outside.width) if outside else (CONSTANT, 1)
             inner.of[k] = Fact(level, sign, None, width)
         for one in flat.steps:
-            inner.add(one)
+            inner._add(one)
         return all(
             inner.level(x) < COMPUTED or x in inner.operands for s in flat.steps for x in s.outputs
         )
@@ -227,6 +228,17 @@ class Facts:
 
 _BOUNDED_TOO = tables.MOVES | tables.ADDITIONS | tables.MULTIPLICATIONS | tables.NEGATIONS
 """Operations whose result is bounded if their operands are."""
+
+
+def facts_of(flat: Flat, given: Sequence[Fact], half: np.dtype) -> Facts:
+    """Returns the facts of a program whose operands have the facts `given`."""
+    facts = Facts(half)
+    for k, c in flat.constants.items():
+        facts.of[k] = Fact(DATA if np.ndim(c.value) else CONSTANT, width=int(np.size(c.value)))
+    facts.of.update(zip(flat.inputs, given, strict=True))
+    for step in flat.steps:
+        facts._add(step)
+    return facts
 
 
 def size_of(aval: Any) -> int:

@@ -16,7 +16,16 @@ from ..program import _tables as tables
 from ..program._flat import Constant, Flat, Step, flatten, variables
 from ..program._jaxpr import bodies_of
 from ..program._rebind import bodies_in, scan_counts
-from ._facts import COMPUTED, CONSTANT, DATA, Fact, Facts, region_of, size_of as entries_of
+from ._facts import (
+    COMPUTED,
+    CONSTANT,
+    DATA,
+    Fact,
+    Facts,
+    facts_of,
+    region_of,
+    size_of as entries_of,
+)
 from ._keeping import chosen, unrounded
 
 
@@ -55,12 +64,7 @@ def make_plan(
     half: np.dtype,
 ) -> Plan:
     """Plans what a program keeps. `given` holds the facts of its operands."""
-    facts = Facts(half)
-    for k, c in forward.constants.items():
-        facts.of[k] = Fact(DATA if np.ndim(c.value) else CONSTANT, width=int(np.size(c.value)))
-    facts.of.update(zip(forward.inputs, given, strict=True))
-    for step in forward.steps:
-        facts.add(step)
+    facts = facts_of(forward, given, half)
     loops, stacked = _loops_of(forward, backward, wanted, facts, half)
     inside = {t.inputs[i] for t in backward.steps if id(t) in stacked for i in stacked[id(t)][1]}
     reads = {x for k, x in wanted.items() if k not in inside and not isinstance(x, Constant)}

@@ -1,7 +1,8 @@
 """A jaxpr as one flat list of equations."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import Sharding
 
 from . import _tables as tables
-from ._jaxpr import aval_of, bodies_of, contains, differentiable, walk
+from ._jaxpr import aval_of, bodies_of, contains, differentiable, in_context_of, walk
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # by identity, because not all values have a hash
@@ -177,6 +178,22 @@ def read(x: int | Constant, env: Mapping[int, Any]) -> Any:
     if isinstance(x.value, int | float | complex):  # also JAX's literals, which have a dtype
         return np.asarray(x.value, x.aval.dtype)
     return x.value
+
+
+def evaluated(
+    flat: Flat, operands: Sequence[Any], bind: Callable[[Step, list[Any]], Sequence[Any]]
+) -> list[Any]:
+    """Evaluates a program on arrays. `bind` evaluates an equation, in the context of this equation
+    and of the calls around it."""
+    env: dict[int, Any] = {k: c.value for k, c in flat.constants.items()}
+    env.update(zip(flat.inputs, operands, strict=True))
+    for step in flat.steps:
+        with ExitStack() as stack:
+            for eqn in (*step.calls, step.eqn):
+                stack.enter_context(in_context_of(eqn))
+            out = bind(step, [read(x, env) for x in step.inputs])
+        env.update(zip(step.outputs, out, strict=True))
+    return [read(x, env) for x in flat.outputs]
 
 
 def dependent(flat: Flat, on: Iterable[int]) -> set[int]:

@@ -205,9 +205,9 @@ _ROWS = (
     _row("clamp", "selection", "operands", _CHEAP, "choice pointwise accurate", rule="clamp"),
     _row("sort top_k", "selection", "operands", _CHEAP, "slow alone distance"),
     _row("approx_top_k", "nested", "operands", _CHEAP, "slow alone"),
-    _row("eq ne lt le gt ge", "constant", "operands", _CHEAP, "comparison pointwise"),
-    _row("eq_to lt_to le_to is_finite", "constant", "operands", _CHEAP, "comparison pointwise"),
-    _row("floor ceil round", "constant", "operands", _CHEAP, "whole pointwise"),
+    _row("eq ne lt le gt ge", "constant", "operands", _CHEAP, "pointwise"),
+    _row("eq_to lt_to le_to is_finite", "constant", "operands", _CHEAP, "pointwise"),
+    _row("floor ceil round", "constant", "operands", _CHEAP, "pointwise"),
     _row("sign", "constant", "operands", _CHEAP, "pointwise"),
     _row("stop_gradient", "constant", "operands", _CHEAP, "pointwise accurate"),
     _row("argmax argmin", "constant", "operands", _CHEAP, "sum"),
@@ -318,9 +318,6 @@ itself, and the derivative does not need the operands."""
 
 ELEMENTWISE = _with("elementwise")
 """Functions of one variable."""
-
-SELECTIONS = _with("selection")
-"""Functions that pick from their operands and so are piecewise linear."""
 
 CONSTANT = _with("constant")
 """Functions that are constant wherever they have a derivative."""
@@ -446,8 +443,6 @@ COORDINATES = _with("coordinate")
 """Operations that map coordinates to coordinates. Applied to the constant first derivatives of the
 point itself, they show which of them vanish, as in a network with a part for each coordinate."""
 
-COMPARISONS = _with("comparison")
-
 AMBIGUOUS = _with("ambiguous")
 """Operations with several possible results, such as vectors up to their signs. Rounded operands may
 give another result, so they are in no layer that is evaluated again at these."""
@@ -455,9 +450,6 @@ give another result, so they are in no layer that is evaluated again at these.""
 SOLVES = _with("solves")
 """Factorizations and solves. They magnify errors of their operands, so a product whose result goes
 into one is computed in full."""
-
-WHOLE = _with("whole")
-"""Functions that round to whole numbers."""
 
 PICKS = _with("picks")
 """Moves that leave some values out."""
