@@ -18,15 +18,14 @@ from jax.interpreters import ad
 
 from ..products._order import forward_only, gradients_in_turn, summed_apart
 from ..program import _tables as tables
-from ..program._flat import Step, flatten, moving_from, read
+from ..program._flat import Step, flatten, read
 from ..program._jaxpr import asks_what_moves, aval_of, bodies_of, in_context_of, own_bind
 from ..program._lines import line_of, site_of
 from ..program._references import with_references_inside
 from ._containers import Containers, enters
 from ._custom import own_in_registers
 from ._products import Product, is_biased, is_weighted, only_names
-from ._roles import Role
-from ._segments import Part, apart_of, parts_of, roles_of, signature
+from ._segments import Part, StreamRole, parts_of, roles_of, signature
 from ._storage import Staged, Storage, jet_of, tell, typed
 from .taylor._jets import Jet, is_inexact, is_traced
 from .taylor._known import folded, only_moves
@@ -127,8 +126,8 @@ class Evaluator:
     ) -> list[Any]:
         """Returns the results of a jaxpr. Operands and results are [`Staged`][] or arrays.
 
-        Only the streams that are `asked` for are valid, by default all (see `Role`). If the jaxpr
-        is the step of a loop, `carried` pairs results with the operands that they become.
+        Only the streams that are `asked` for are valid, by default all (see `StreamRole`). If the
+        jaxpr is the step of a loop, `carried` pairs results with the operands that they become.
         """
         flat = with_references_inside(flatten(closed, forward_mode=True))
         env: dict[int, Any] = {k: c.value for k, c in flat.constants.items()}
@@ -136,13 +135,17 @@ class Evaluator:
         pairs = zip(flat.inputs, operands, strict=True)
         stages = {k: x.stage for k, x in pairs if isinstance(x, Staged)}
         flat = with_moments(flat, stages)
-        plan = self.rules.plan
-        roles = roles_of(flat, stages, plan, asked or plan.everything, carried)
-        half = self.product.halves(flat, env, roles.stage, {flat.inputs[i] for i in halves})
-        traced = (k for k, x in env.items() if isinstance(x, Tracer))
-        streams = [k for k, x in env.items() if isinstance(x, Jet) and x.streams]
-        moving = frozenset(moving_from(flat, streams))
-        roles = roles._replace(half=half, apart=apart_of(flat, roles, traced), moving=moving)
+        plan, given = self.rules.plan, {flat.inputs[i] for i in halves}
+        roles = roles_of(
+            flat,
+            stages,
+            plan,
+            asked or plan.everything,
+            carried,
+            halves=lambda stage: self.product.halves(flat, env, stage, given),
+            traced=[k for k, x in env.items() if isinstance(x, Tracer)],
+            streams=[k for k, x in env.items() if isinstance(x, Jet) and x.streams],
+        )
         _hold(env, tuple(env), roles)
         alike: dict[Hashable, Callable] = {}
         for part in parts_of(flat, roles):
@@ -159,7 +162,7 @@ class Evaluator:
 
     # One layer: the unit that the backward pass evaluates again.
 
-    def _layer(self, part: Part, env: dict[int, Any], roles: Role, alike: dict) -> None:
+    def _layer(self, part: Part, env: dict[int, Any], roles: StreamRole, alike: dict) -> None:
         """Evaluates a layer. Equal layers are traced and differentiated once."""
         values = [env[x] for x in part.inputs]
         if self.lost is not None and self.scaled is not None:
@@ -177,14 +180,14 @@ class Evaluator:
             alike[key] = self._as_layer(part, known, roles)
         env.update(zip(part.outputs, alike[key](traced), strict=True))
 
-    def _inside(self, part: Part, env: dict[int, Any], roles: Role) -> list[Any]:
+    def _inside(self, part: Part, env: dict[int, Any], roles: StreamRole) -> list[Any]:
         """Returns the results of a layer as they are kept."""
         for step in part.steps:
             self._step(step, env, roles)
         kept = lambda k: k in roles.stored and isinstance(env[k], Jet)
         return [self.storage.stored(env[k]) if kept(k) else env[k] for k in part.outputs]
 
-    def _as_layer(self, part: Part, known: list[Any], roles: Role) -> Callable[[list], list]:
+    def _as_layer(self, part: Part, known: list[Any], roles: StreamRole) -> Callable[[list], list]:
         def layer(traced):
             # Some functions insist on having no derivative, and a derivative of zeros is one.
             values = map(_whole, eqx.combine(traced, known))
@@ -197,7 +200,7 @@ class Evaluator:
 
     # One equation.
 
-    def _step(self, step: Step, env: dict[int, Any], roles) -> None:
+    def _step(self, step: Step, env: dict[int, Any], roles: StreamRole) -> None:
         operands = [read(x, env) for x in step.inputs]
         outside = step.name in tables.PRODUCTS and not site_of(step.eqn).users
         with in_context_of(step.eqn, self.caller if outside else None):
@@ -213,7 +216,7 @@ class Evaluator:
                 x = self.storage.computed(x.only(roles.asked.get(k, ())), aval_of(v).dtype)
             env[k] = x
 
-    def _results(self, step: Step, operands: list[Any], roles) -> tuple[Any, ...]:
+    def _results(self, step: Step, operands: list[Any], roles: StreamRole) -> tuple[Any, ...]:
         """Returns the results of an equation. If it depends on the point, also returns the rule
         that gave them and the precision that a product was multiplied in."""
         eqn, name = step.eqn, step.name
@@ -301,7 +304,9 @@ class Evaluator:
         out = self.rules.nested(own, operands, moves)
         return out, "nested", "no rule: by nested forward mode"
 
-    def _multiplied(self, step: Step, operands: list[Any], roles: Role) -> tuple[list[Jet], str]:
+    def _multiplied(
+        self, step: Step, operands: list[Any], roles: StreamRole
+    ) -> tuple[list[Jet], str]:
         """Returns a product, and the dtypes that it was multiplied in."""
         jets = [x for x in operands if isinstance(x, Jet)]
         known = {k for x in jets for k, s in x.streams.items() if not is_traced(s)}
@@ -316,7 +321,7 @@ class Evaluator:
         return [out], how
 
 
-def _kept_of(part: Part, env: Mapping[int, Any], roles: Role) -> list[Jet]:
+def _kept_of(part: Part, env: Mapping[int, Any], roles: StreamRole) -> list[Jet]:
     """Returns what a loss may keep of a layer: the values that enter it."""
     return [env[k] for k in part.inputs if k in roles.stored and isinstance(env[k], Jet)]
 
@@ -333,7 +338,7 @@ def _forward_only(why: str, x: Any) -> Any:
     return forward_only(x, why) if is_traced(x) and is_inexact(x) else x
 
 
-def _hold(env: dict[int, Any], keys: Iterable[int], roles: Role) -> None:
+def _hold(env: dict[int, Any], keys: Iterable[int], roles: StreamRole) -> None:
     """Stops the gradients of values whose derivatives lead nowhere. Known values stay known."""
     hold = lambda x: lax.stop_gradient(x) if is_traced(x) else x
     env.update((k, jax.tree.map(hold, env[k])) for k in keys if k in roles.still)

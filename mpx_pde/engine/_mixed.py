@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
@@ -30,7 +30,7 @@ from ._derivative_of import with_derivative_of
 from ._differences import Wide, wide_in
 from ._near import near_numbers, summed_in
 from ._products import FULL, full_product, gives_way, half_product, is_biased, split_product
-from ._roles import Role, is_wild
+from ._roles import AbstractRole, as_key, is_wild
 from ._segments import Part, is_light, multiplied_only, parts_of, signature
 from ._storage import DEEP, WILD, Staged, Storage, array_of, jet_of, typed
 from .taylor._jets import Jet, cast, is_inexact, is_traced, primal_of
@@ -59,6 +59,45 @@ class Rule(NamedTuple):
     reason: str
     known: bool = True
     asked: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class MixedRole(AbstractRole):
+    """The facts for an evaluation in which each equation has a precision of its own.
+
+    **Attributes:**
+
+    - `stored`: the variables that count as half. The evaluation adds those that it finds.
+    - `rules`: the rule of each equation, by the `id` of its step.
+    - `near`: the variables that are not rounded when they leave a layer, see `near_numbers` and
+        `wide_in`.
+    - `solved`: the variables that reach a factorization or a solve, see `wide_in`.
+    - `scores`: the results of products of many matrices, such as the scores of attention.
+    - `numbers`: the masters that are numbers known while tracing. The evaluation adds them.
+    """
+
+    stage: dict[int, int]
+    reached: dict[int, int]
+    final: set[int]
+    stored: set[int]
+    rules: dict[int, Rule]
+    near: set[int]
+    solved: set[int]
+    scores: set[int]
+    numbers: dict[int, Any]
+    apart: ClassVar = frozenset[int]()
+
+    def of(self, x: int) -> tuple[Hashable, ...]:
+        sets = self.final, self.stored, self.scores, self.near
+        return self.stage.get(x), as_key(self.numbers.get(x)), *(x in every for every in sets)
+
+    def rule(self, step: Step) -> Rule:
+        return self.rules[id(step)]
+
+    def kind(self, step: Step) -> str:
+        # Slow equations and products are not evaluated again. Moves of masters are, so that what
+        # masters are broadcast to is not kept.
+        return "light" if is_light(step.eqn) else "alone"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +173,7 @@ class Mixed:
         stage: dict[int, int],
         near: set[int],
         wide: Wide,
-    ) -> Role:
+    ) -> MixedRole:
         """Returns the roles of variables, given those that are `near` a number (`near_numbers`),
         and those that are `wide` because of what follows (`wide_in`).
         `stored` holds halves, and computed values that only half products read; the evaluation adds
@@ -157,8 +196,8 @@ class Mixed:
         near -= summed_in(flat, stage)
         if self.algorithm is None:
             near |= wide.unrounded
-        roles = Role(stage, final, stored, {}, dict(stage), rules=rules, numbers={}, scores=scores)
-        return roles._replace(near=near, solved=wide.solved)
+        reached = dict(stage)
+        return MixedRole(stage, reached, final, stored, rules, near, wide.solved, scores, {})
 
     def governs(self, aval: Any) -> bool:
         """Returns whether a value is float32 or half in the program. All others (integers, bools,
@@ -215,7 +254,7 @@ class Mixed:
     def _is_half(self, x: Any) -> bool:
         return isinstance(x, Jet) and x.primal.dtype == self.dtype
 
-    def _layer(self, part: Part, env: dict[int, Any], roles: Role, alike: dict) -> None:
+    def _layer(self, part: Part, env: dict[int, Any], roles: MixedRole, alike: dict) -> None:
         """Evaluates a layer. The backward pass evaluates it again if it is checkpointed and takes
         halves. Equal layers are traced, differentiated and transposed once."""
         values = [env[x] for x in part.inputs]
@@ -247,12 +286,12 @@ class Mixed:
         env.update(zip(part.outputs, out, strict=True))
         roles.stored.update(k for k, x in zip(part.outputs, out, strict=True) if self._is_half(x))
 
-    def _equation(self, part: Part, env: dict[int, Any], roles: Role, _: Any) -> None:
+    def _equation(self, part: Part, env: dict[int, Any], roles: MixedRole, _: Any) -> None:
         (step,) = part.steps
         self._step(step, env, roles, {x for x in step.variables if self._is_half(env[x])})
         env.update((x, self._leaving(x, env, roles, step)) for x in step.outputs)
 
-    def _leaving(self, k: int, env: Mapping[int, Any], roles: Role, step: Step) -> Any:
+    def _leaving(self, k: int, env: Mapping[int, Any], roles: MixedRole, step: Step) -> Any:
         """Returns a result of `step` as it is kept. A cast gets the line of the step."""
         x = env[k]
         if not isinstance(x, Jet) or k not in roles.stored or k in roles.near:
@@ -260,7 +299,7 @@ class Mixed:
         with _in_context_of(step):
             return self.storage.stored(x)
 
-    def _step(self, step: Step, env: dict[int, Any], roles: Role, halves: set[int]) -> None:
+    def _step(self, step: Step, env: dict[int, Any], roles: MixedRole, halves: set[int]) -> None:
         """Evaluates an equation. `halves` are variables that are half, or were loaded from half."""
         around = (*self.around, *step.calls)
         operands = [read(x, env) for x in step.inputs]
@@ -275,15 +314,15 @@ class Mixed:
         for k, x in zip(step.outputs, out, strict=True):
             env[k] = Jet(primal_of(x)) if k in roles.stage else x
         roles.stored.update(k for k in step.outputs if self._is_half(env[k]))
-        if step.name in tables.PRODUCTS and roles.rules[id(step)].name == "product":
+        if step.name in tables.PRODUCTS and roles.rule(step).name == "product":
             # What follows from it may be stored in half, even where this result is not rounded.
             roles.stored.update(step.outputs)
         if self.listener is not None:
             results = [env[k] for k in step.outputs]
             self.listener.operation(step, around, operands, results, roles)
 
-    def _results(self, step: Step, operands: list[Any], roles: Role) -> list[Any]:
-        eqn, rule, half = step.eqn, roles.rules[id(step)], self.storage.dtype
+    def _results(self, step: Step, operands: list[Any], roles: MixedRole) -> list[Any]:
+        eqn, rule, half = step.eqn, roles.rule(step), self.storage.dtype
         values = list(map(primal_of, operands))
         if enters(eqn, True, mixed=True) and self._concerns(eqn, operands):
             inner = dataclasses.replace(self, around=(*self.around, *step.calls, eqn))
@@ -322,10 +361,10 @@ class Mixed:
             return True
         return not is_light(eqn) and any(map(self._is_half, operands))
 
-    def _follow(self, step: Step, operands: Sequence[Any], roles: Role) -> None:
+    def _follow(self, step: Step, operands: Sequence[Any], roles: MixedRole) -> None:
         """Records which results of an equation count as half, and which ones are numbers that are
         known while tracing."""
-        rule, outputs = roles.rules[id(step)].name, step.outputs
+        rule, outputs = roles.rule(step).name, step.outputs
         numbers = [_number(x, y, roles) for x, y in zip(step.inputs, operands, strict=True)]
         if rule == "layout" and len(numbers) == 1 and numbers[0] is not None:
             roles.numbers.update(dict.fromkeys(outputs, numbers[0]))
@@ -336,7 +375,9 @@ class Mixed:
             half = half and self._gives_way(step, operands, numbers, roles)
         roles.stored.update(x for x in outputs if half and x in roles.stage)
 
-    def _gives_way(self, step: Step, operands: Sequence, numbers: Sequence, roles: Role) -> bool:
+    def _gives_way(
+        self, step: Step, operands: Sequence, numbers: Sequence, roles: MixedRole
+    ) -> bool:
         """Returns whether an operand is half and no other one must stay in float32."""
         half = [x in roles.stored for x in step.inputs]
         for x, number, is_half in zip(operands, numbers, half, strict=True):
@@ -419,7 +460,7 @@ def rule_of(eqn: JaxprEqn) -> Rule:
     return Rule(engines.get(row.engine, _RULES.get(row.precision, "own")), row.reason)
 
 
-def _number(x: Any, operand: Any, roles: Role) -> Any:
+def _number(x: Any, operand: Any, roles: MixedRole) -> Any:
     if x in roles.numbers:
         return roles.numbers[x]
     concrete = isinstance(operand, np.ndarray | np.generic) and np.ndim(operand) == 0

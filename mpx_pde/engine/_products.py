@@ -22,7 +22,7 @@ from ..program import _tables as tables
 from ..program._flat import Constant, Flat, Step
 from ..program._jaxpr import aval_of, own_bind
 from ..program._products import asks_for_more, says_its_dtype
-from ._roles import Role
+from ._segments import StreamRole
 from ._storage import DEEP, RAW, WILD, Storage
 from .taylor import _together as together
 from .taylor._jets import Jet, bind, cast, is_inexact, primal_of, total
@@ -70,7 +70,7 @@ class Product:
         return out
 
     def __call__(
-        self, step: Step, operands: Sequence[Any], roles: Role, storage: Storage, rules: Rules
+        self, step: Step, operands: Sequence[Any], roles: StreamRole, storage: Storage, rules: Rules
     ) -> tuple[list[Jet], str]:
         """Returns the result with its streams, and the dtypes of the product as a string."""
         dtype = self.dtype_of(step, operands, roles, storage)
@@ -122,7 +122,7 @@ class Product:
 
         return [jet.map(weighted)], how
 
-    def dtype_of(self, step, operands, roles: Role, storage: Storage) -> Any:
+    def dtype_of(self, step, operands, roles: StreamRole, storage: Storage) -> Any:
         """Returns the dtype that a mixed product multiplies in; `None` for a product in full."""
         eqn = step.eqn
         if not _is_real(eqn):
@@ -139,7 +139,7 @@ class Product:
         halves = self.half_operands(step, operands, roles)
         return storage.dtype if halves.issuperset(fixed) else None
 
-    def half_operands(self, step: Step, operands: Sequence[Any], roles: Role) -> set[int]:
+    def half_operands(self, step: Step, operands: Sequence[Any], roles: StreamRole) -> set[int]:
         """Returns the positions of operands that are effectively half and not jets."""
         known = lambda x: self.masters or is_half(x.dtype)
         return {
@@ -176,7 +176,7 @@ class Product:
         return lambda x, y: bind(eqn, [x, y])[0]
 
 
-def _stages(step: Step, operands: Sequence[Any], roles: Role) -> set[int]:
+def _stages(step: Step, operands: Sequence[Any], roles: StreamRole) -> set[int]:
     """Returns the stages of the operands that depend on the point."""
     pairs = zip(step.inputs, operands, strict=True)
     return {roles.reached[x] for x, value in pairs if isinstance(value, Jet)}

@@ -1,9 +1,10 @@
 """Finds the roles of variables: which depend on the point, where equations are linear in these,
 and which have no derivative."""
 
+import abc
 import math
-from collections.abc import Collection, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -15,7 +16,6 @@ from ..program._flat import Constant, Flat, Step, variables
 from ..program._jaxpr import bodies_of
 from ._storage import DEEP, FIRST, RAW, WILD, Given, Staged, jet_of
 from .taylor._jets import Jet, Operand
-from .taylor._plan import Index
 
 
 def as_key(x: Any) -> Hashable:
@@ -28,8 +28,8 @@ def as_key(x: Any) -> Hashable:
     return np.asarray(x).tobytes(), np.result_type(x), np.shape(x)
 
 
-class Role(NamedTuple):
-    """Facts about the variables of a program before it is evaluated.
+class AbstractRole(abc.ABC):
+    """Facts about a program and its variables, which a policy collects before it is evaluated.
 
     **Attributes:**
 
@@ -38,36 +38,27 @@ class Role(NamedTuple):
         them.
     - `final`: the variables that no product and no loop depends on.
     - `stored`: the variables that are kept in half when they leave a layer.
-    - `asked`: the streams of each variable that the results depend on, and `()` if they depend on
-        its value. After the last nonlinear function, streams that nobody asked for are dropped.
-    - `still`: the variables without a derivative, such as a result of `jax.lax.stop_gradient`.
-    - `half`: the variables that do not depend on the point and are effectively half.
-    - `apart`: the variables that lead from the point to a loop that has no derivative in reverse
-        mode, and the results of the loop.
-    - `rules`: the rule of each equation, by the `id` of its step, if each has its own precision.
-        The next three attributes are for this case.
-    - `numbers`: the masters that are numbers known while tracing.
-    - `scores`: the results of products of many matrices, such as the scores of attention.
-    - `near`: the variables that are not rounded when they leave a layer, see `near_numbers` and
-        `wide_in`.
-    - `moving`: the variables that JAX would give a tangent, although it may be zero everywhere.
-    - `solved`: the variables that reach a factorization or a solve, see `wide_in`.
+    - `apart`: the variables that are in no layer with others.
     """
 
     stage: dict[int, int]
+    reached: dict[int, int]
     final: set[int]
     stored: set[int]
-    asked: dict[int, frozenset[Index]]
-    reached: dict[int, int]
-    still: set[int] | frozenset[int] = frozenset()
-    half: Collection[int] = ()
-    apart: frozenset[int] = frozenset()
-    rules: Any = None
-    numbers: Any = None
-    scores: Collection[int] = frozenset()
-    near: set[int] | frozenset[int] = frozenset()
-    moving: frozenset[int] = frozenset()
-    solved: set[int] | frozenset[int] = frozenset()
+    apart: frozenset[int]
+
+    @abc.abstractmethod
+    def of(self, x: int) -> tuple[Hashable, ...]:
+        """Returns the facts about a variable by which layers are compared."""
+
+    @abc.abstractmethod
+    def rule(self, step: Step) -> Hashable:
+        """Returns the rule of an equation by which layers are compared."""
+
+    @abc.abstractmethod
+    def kind(self, step: Step) -> str:
+        """Returns the place of an equation among layers: `"light"` and `"product"` are in one,
+        `"raw"` and `"constant"` are outside without an end of one, `"alone"` ends one."""
 
     def reach(self, step: Step) -> None:
         """Records how far the results of an equation are from the point."""
@@ -87,13 +78,6 @@ class Role(NamedTuple):
             if isinstance(value, Staged):
                 self.reached[x] = value.stage
         return list(map(jet_of, out))
-
-    def facts(self, x: int) -> tuple[Hashable, ...]:
-        """Returns the facts about a variable by which layers are compared."""
-        sets = self.final, self.stored, self.still, self.half, self.scores, self.near, self.moving
-        number = None if self.numbers is None else as_key(self.numbers.get(x))
-        stages = self.stage.get(x), self.reached.get(x)
-        return *stages, self.asked.get(x), number, *(x in every for every in sets)
 
 
 def stage_after(step: Step, stage: Mapping[int, int]) -> int | None:

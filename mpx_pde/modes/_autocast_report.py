@@ -118,7 +118,7 @@ class Recorder:
         roles: Any,
     ) -> None:
         """Records the rule and dtypes of an equation inside of the containers `around` it."""
-        eqn, rule, key = step.eqn, roles.rules[id(step)], lambda x: (id(roles), x)
+        eqn, rule, key = step.eqn, roles.rule(step), lambda x: (id(roles), x)
         given = (self.asked.get(key(x)) for x in step.variables)
         by = next(filter(None, given), None)
         if is_container(eqn):
