@@ -29,7 +29,7 @@ from ..program._jaxpr import (
 )
 from ._backward import Precisions, value_and_pullback
 from ._custom import custom_in_registers, own_in_registers
-from ._evaluate import Evaluator, Scaled
+from ._derivatives import Derivatives, Scaled
 from ._facts import DATA, MASTER, Fact, size_of
 from ._products import Product
 from ._storage import RAW, Staged, Storage, tell, typed
@@ -71,7 +71,7 @@ def _evaluator(
     scales: Callable,
     note: list[Equation] | None,
     lost: dict[Index, Array],
-) -> Evaluator:
+) -> Derivatives:
     """Builds the evaluator of a program: as the surrounding loss asks, else from its own arrays."""
     told: dict[str, Any] = {"caller": source_info_util.current()}
     if note is not None:
@@ -85,12 +85,12 @@ def _evaluator(
         storage, product, along = Storage(narrow), Product(open=True), scales(forward.dtype)
         if along:
             told |= {"scaled": Scaled(along, forward.dtype), "lost": partial(tell, lost)}
-        return Evaluator(rules, storage, product, **told)
+        return Derivatives(rules, storage, product, **told)
     dtype = half_of(closed) if forward is None else forward.dtype
     scaled = {} if dtype is None else scales(dtype)
     # Masters in float64 may be narrowed; a program that asks for float64 keeps it.
     storage = Storage(narrow, dtype, scaled, narrows=forward is not None)
-    return Evaluator(rules, storage, Product(masters=forward is not None), **told)
+    return Derivatives(rules, storage, Product(masters=forward is not None), **told)
 
 
 def propagate(

@@ -28,12 +28,13 @@ from ._containers import Containers, enters
 from ._custom import own_in_registers
 from ._derivative_of import with_derivative_of
 from ._differences import Wide, wide_in
+from ._evaluate import AbstractEvaluator, entering
 from ._near import near_numbers, summed_in
 from ._products import FULL, full_product, gives_way, half_product, is_biased, split_product
 from ._roles import AbstractRole, as_key, is_wild
-from ._segments import Part, is_light, multiplied_only, parts_of, signature
-from ._storage import DEEP, WILD, Staged, Storage, array_of, jet_of, typed
-from .taylor._jets import Jet, cast, is_inexact, is_traced, primal_of
+from ._segments import Part, is_light, multiplied_only
+from ._storage import DEEP, WILD, Staged, Storage, array_of, typed
+from .taylor._jets import Jet, cast, is_inexact, primal_of
 from .taylor._moments import moments_p, with_moments
 from .taylor._plan import Plan
 from .taylor._rules import Rules
@@ -101,7 +102,7 @@ class MixedRole(AbstractRole):
 
 
 @dataclasses.dataclass(frozen=True)
-class Mixed:
+class Mixed(AbstractEvaluator[MixedRole]):
     """An evaluation of a program without streams.
 
     A value is an array or a jet without streams. Arrays are masters, or masters that were moved.
@@ -148,23 +149,17 @@ class Mixed:
         **_: Any,
     ) -> list[Any]:
         flat = flatten(closed, forward_mode=False, sharded=True)
-        env: dict[int, Any] = {k: c.value for k, c in flat.constants.items()}
-        env.update(zip(flat.inputs, map(jet_of, operands), strict=True))
-        pairs = zip(flat.inputs, operands, strict=True)
-        stage = {k: x.stage for k, x in pairs if isinstance(x, Staged)}
+        env, stage = entering(flat, operands)
         if self.listener is None:
             # A listener overrides and reports the program as it is.
             flat = with_moments(flat, env)
         rounds = near_numbers(flat, near or (), carried or ())
         wide = wide_in(flat, near, solved, carried or ())
         roles = self._roles(flat, env, stage, rounds, wide)
-        alike: dict[Hashable, Callable] = {}
-        for part in parts_of(flat, roles):
-            run = self._equation if part.alone else self._layer
-            run(part, env, roles, alike)
+        out = self._run(flat, env, roles)
         if self.listener is not None:
             self.listener.program(flat, roles)
-        return [roles.staged(x, read(x, env)) for x in flat.outputs]
+        return out
 
     def _roles(
         self,
@@ -254,18 +249,31 @@ class Mixed:
     def _is_half(self, x: Any) -> bool:
         return isinstance(x, Jet) and x.primal.dtype == self.dtype
 
-    def _layer(self, part: Part, env: dict[int, Any], roles: MixedRole, alike: dict) -> None:
-        """Evaluates a layer. The backward pass evaluates it again if it is checkpointed and takes
-        halves. Equal layers are traced, differentiated and transposed once."""
-        values = [env[x] for x in part.inputs]
-        traced, known = eqx.partition(values, is_traced)
-        alone = self.listener or not roles.stage.keys() >= set(part.outputs)
-        pairs = zip(part.inputs, values, strict=True)
+    def _part(self, part: Part, env: dict[int, Any], roles: MixedRole, alike: dict) -> None:
+        if not part.alone:
+            self._layer(part, env, roles, alike)
+            roles.stored.update(k for k in part.outputs if self._is_half(env[k]))
+            return
+        (step,) = part.steps
+        self._step(step, env, roles, {x for x in step.variables if self._is_half(env[x])})
+        env.update((x, self._leaving(x, env, roles, step)) for x in step.outputs)
+
+    def _entering(self, part: Part, env: dict[int, Any], roles: MixedRole) -> list[Any]:
+        return [env[k] for k in part.inputs]
+
+    def _may_share(self, part: Part, roles: MixedRole) -> bool:
+        return self.listener is None and roles.stage.keys() >= set(part.outputs)
+
+    def _as_layer(
+        self, part: Part, values: list[Any], known: list[Any], roles: MixedRole
+    ) -> Callable[[list], list]:
+        """Returns a layer. The backward pass evaluates it again if it is checkpointed and takes
+        halves."""
+        pairs = list(zip(part.inputs, values, strict=True))
         kept = any(self._is_half(x) or (isinstance(x, Jet) and k in roles.near) for k, x in pairs)
         again = part.checkpointed and kept
-        pairs = zip(part.inputs, values, strict=True)
         scores = {k for k, x in pairs if again and k in roles.scores and self._is_half(x)}
-        key = object() if alone else signature(part, roles, values)
+        made = {x: step for step in part.steps for x in step.outputs}
 
         def layer(traced, one=None):
             given = eqx.combine(traced, known)
@@ -278,18 +286,8 @@ class Mixed:
                 self._step(step, inner, roles, halves)
             return [self._leaving(x, inner, roles, made[x]) for x in part.outputs]
 
-        made = {x: step for step in part.steps for x in step.outputs}
-        if key not in alike:
-            wrap = _evaluated_again if scores else jax.checkpoint
-            alike[key] = wrap(layer) if again else layer
-        out = alike[key](traced)
-        env.update(zip(part.outputs, out, strict=True))
-        roles.stored.update(k for k, x in zip(part.outputs, out, strict=True) if self._is_half(x))
-
-    def _equation(self, part: Part, env: dict[int, Any], roles: MixedRole, _: Any) -> None:
-        (step,) = part.steps
-        self._step(step, env, roles, {x for x in step.variables if self._is_half(env[x])})
-        env.update((x, self._leaving(x, env, roles, step)) for x in step.outputs)
+        wrap = _evaluated_again if scores else jax.checkpoint
+        return wrap(layer) if again else layer
 
     def _leaving(self, k: int, env: Mapping[int, Any], roles: MixedRole, step: Step) -> Any:
         """Returns a result of `step` as it is kept. A cast gets the line of the step."""
