@@ -1,7 +1,7 @@
 """The way in which values are computed, and kept between layers."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -9,13 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
-from jaxtyping import Array
 
 from ..products._order import rounded_cotangent
 from ..program._jaxpr import aval_of
 from .taylor._jets import Jet, Operand, cast, is_inexact, primal_of
 from .taylor._plan import Index
-from .taylor._together import any_together
 
 
 RAW, FIRST, DEEP, WILD = range(4)
@@ -116,21 +114,6 @@ class Storage:
         # The cotangent of a stored stream is divided by its scale.
         by_scale = lambda x, key: rounded_cotangent(self.scaled(x, key), self.dtype)
         return jet.map(lambda x, key: x if key in but else self.unscaled(by_scale(x, key), key))
-
-    def overflows(self, jets: Iterable[Jet]) -> dict[Index, Array]:
-        """Returns which of the scaled streams overflow when stored; smaller scales prevent this."""
-        largest: dict[tuple, Array] = {}
-        for key, x in ((key, x) for jet in jets for key, x in jet.streams.items()):
-            if key in self.scales and x is not None and x.dtype == self.registers != self.dtype:
-                place, size = (key, x.shape), jnp.abs(x)
-                largest[place] = jnp.fmax(largest[place], size) if place in largest else size
-        limit = float(jnp.finfo(self.dtype).max)
-        # A NaN is not larger.
-        beyond = [self.scaled(x, key) > limit for (key, _), x in largest.items()]
-        out: dict[Index, Array] = {}
-        for (key, _), does in zip(largest, any_together(beyond), strict=True):
-            tell(out, key, does)
-        return out
 
     def loaded(self, x: Any, dtype: Any = None) -> Any:
         """Returns a value of `dtype` in the program, cast to the dtype that it is computed in. It

@@ -251,7 +251,6 @@ _ROWS = (
     _row("spread_together", "linear", "program", _OURS, "light accurate"),
     _row("beside summed_apart forward_only", "linear", "program", _OURS),
     _row("moments", "nested", "float32", _OURS, "sum", rule="moments"),
-    _row("any_together", "constant", "program", _OURS),
     _row("derivative_tap", "nested", "program", _TAP, "derivative"),
     _row("derivative_count", "nested", "program", _TAP),
     # Containers.
