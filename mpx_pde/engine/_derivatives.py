@@ -225,66 +225,59 @@ class Derivatives(AbstractEvaluator[StreamRole]):
             operands = [self.scaled.entering(x) if isinstance(x, Jet) else x for x in operands]
         halves = [isinstance(x, Jet) and self.storage.is_stored(x.primal) for x in operands]
         biased = is_biased(eqn, operands, halves)
-        stages = [roles.reached.get(x) for x in step.inputs]
         # Loops and rules take values as they are.
         loaded = self.storage.loaded
         operands = [loaded(x, aval_of(v).dtype) for x, v in zip(operands, eqn.invars, strict=True)]
         if enters(eqn, False):
-            found: dict[Index, Any] = {}
-            lost = self.lost and partial(tell, found)
-            inner = dataclasses.replace(self, lost=lost, around=(*self.around, *step.calls, eqn))
-            half = self.product.half_operands(step, operands, roles)
-            told = tuple(self.scaled.scales) if lost and self.scaled else ()
-            options = {"halves": half, "scaled": told, "found": found}
-            given = list(map(roles.staged, step.inputs, operands))
-            enter = Containers(self.rules.plan, inner.program, loaded, **options)
-            out = roles.received(step, enter(eqn, given))
-            while found and self.lost:
-                self.lost(*found.popitem())
-            if name in tables.UNBOUNDED:
-                why = _NO_REVERSE.format(line_of(eqn, (*self.around, *step.calls)))
-                out = [jax.tree.map(partial(_forward_only, why), x) for x in out]
-            return out, name, ""
+            return self._entered(step, operands, roles), name, ""
         operands = aligned(eqn, operands)
+        rule = None if _applies(eqn) else self.rules.find(eqn, operands)
+        if rule is None:
+            return self._without_rule(step, operands, roles)
+        stages = [roles.reached.get(x) for x in step.inputs]
         weighted = is_weighted(eqn, operands, stages, self.storage)
-        if weighted and name in tables.MULTIPLICATIONS:
+        multiplies = name in tables.MULTIPLICATIONS
+        if weighted and multiplies:
             operands = _met_by_points(operands)
-        applies = name == "scatter" and eqn.params["update_jaxpr"] is not None
-        rule = None if applies else self.rules.find(eqn, operands)
-        if rule is not None:
-            apply = partial(rule.apply, self.rules)
-            if only_moves(step, operands):
-                out = folded(apply, eqn, operands, self.rules.plan)
-            else:
-                out = apply(eqn, operands)
-            if biased or weighted:
-                # A bias is added to the value only, not to its streams.
-                whole = name in tables.MULTIPLICATIONS
-                out = [self.storage.rounding(x, () if whole else x.streams) for x in out]
-            return out, rule.name, ""
-        known = eqn.primitive in ad.primitive_jvps or name in ("custom_jvp_call", "shard_map")
+        apply = partial(rule.apply, self.rules)
+        if only_moves(step, operands):
+            out = folded(apply, eqn, operands, self.rules.plan)
+        else:
+            out = apply(eqn, operands)
+        if biased or weighted:
+            # A bias is added to the value only, not to its streams.
+            out = [self.storage.rounding(x, () if multiplies else x.streams) for x in out]
+        return out, rule.name, ""
+
+    def _entered(self, step: Step, operands: list[Any], roles: StreamRole) -> list[Any]:
+        """Returns the results of a loop or a branch, evaluated inside."""
+        eqn, around = step.eqn, (*self.around, *step.calls)
+        found: dict[Index, Any] = {}
+        lost = self.lost and partial(tell, found)
+        inner = dataclasses.replace(self, lost=lost, around=(*around, eqn))
+        half = self.product.half_operands(step, operands, roles)
+        told = tuple(self.scaled.scales) if lost and self.scaled else ()
+        options = {"halves": half, "scaled": told, "found": found}
+        enter = Containers(self.rules.plan, inner.program, self.storage.loaded, **options)
+        given = list(map(roles.staged, step.inputs, operands))
+        out = roles.received(step, enter(eqn, given))
+        while found and self.lost:
+            self.lost(*found.popitem())
+        if step.name in tables.UNBOUNDED:
+            why = _NO_REVERSE.format(line_of(eqn, around))
+            out = [jax.tree.map(partial(_forward_only, why), x) for x in out]
+        return out
+
+    def _without_rule(
+        self, step: Step, operands: list[Any], roles: StreamRole
+    ) -> tuple[list[Jet], str, str]:
+        """Returns the results of an equation by nested forward mode, as `_results` does. Those of a
+        solve are linear in its right-hand side."""
+        eqn, name = step.eqn, step.name
         moving = [isinstance(x, Jet) and bool(x.streams) for x in operands]
-        if (name in tables.OPAQUE or applies or not known) and any(moving):
-            where = line_of(eqn, (*self.around, *step.calls))
-            if applies:
-                raise ValueError(
-                    f"JAX has no derivatives of `x.at[i].apply(f)`, which depends on the point at "
-                    f"{where}. Write `x.at[i].set(f(x[i]))`."
-                )
-            if name == "custom_vjp_call":
-                own_name = bodies_of(eqn)[0].jaxpr.debug_info.func_name
-                raise ValueError(
-                    f"The `custom_vjp` function `{own_name}` at {where} depends on the point, but "
-                    "what it computes has the derivative zero, and its own derivative serves "
-                    "reverse mode alone. Give it by `jax.custom_jvp`, or, for rounding whose "
-                    "derivative is that of the identity, write "
-                    "`x + jax.lax.stop_gradient(jnp.round(x) - x)`."
-                )
-            raise ValueError(
-                f"There are no derivatives of the primitive {name!r} at {where}, which "
-                "depends on the point. Take it out of the function that is differentiated, or "
-                "put `jax.lax.stop_gradient` around its operands."
-            )
+        known = eqn.primitive in ad.primitive_jvps or name in tables.PUSHES | {"shard_map"}
+        if (name in tables.OPAQUE or _applies(eqn) or not known) and any(moving):
+            raise _no_derivatives(eqn, line_of(eqn, (*self.around, *step.calls)))
         own = lambda *args: own_in_registers(eqn, args, self.storage)
         if name == "custom_linear_solve":
             lengths = eqn.params["const_lengths"]
@@ -311,6 +304,35 @@ class Derivatives(AbstractEvaluator[StreamRole]):
             scaled = self.scaled.all_of({k: s for k, s in out.streams.items() if k in known})
             out = dataclasses.replace(out, streams={**out.streams, **scaled})
         return [out], how
+
+
+def _applies(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation is `x.at[i].apply(f)`."""
+    return eqn.primitive.name == "scatter" and eqn.params["update_jaxpr"] is not None
+
+
+def _no_derivatives(eqn: JaxprEqn, where: str) -> ValueError:
+    """Returns the error for an equation that depends on the point and has no derivatives."""
+    name = eqn.primitive.name
+    if _applies(eqn):
+        return ValueError(
+            f"JAX has no derivatives of `x.at[i].apply(f)`, which depends on the point at "
+            f"{where}. Write `x.at[i].set(f(x[i]))`."
+        )
+    if name in tables.CUSTOM:
+        own_name = bodies_of(eqn)[0].jaxpr.debug_info.func_name
+        return ValueError(
+            f"The `custom_vjp` function `{own_name}` at {where} depends on the point, but "
+            "what it computes has the derivative zero, and its own derivative serves "
+            "reverse mode alone. Give it by `jax.custom_jvp`, or, for rounding whose "
+            "derivative is that of the identity, write "
+            "`x + jax.lax.stop_gradient(jnp.round(x) - x)`."
+        )
+    return ValueError(
+        f"There are no derivatives of the primitive {name!r} at {where}, which "
+        "depends on the point. Take it out of the function that is differentiated, or "
+        "put `jax.lax.stop_gradient` around its operands."
+    )
 
 
 def _kept_of(part: Part, env: Mapping[int, Any], roles: StreamRole) -> list[Jet]:
