@@ -196,11 +196,11 @@ class Containers:
 
         return self._rebound(eqn, [array_of(index), *rest], list(map(alike, branches)))
 
-    # Containers of reverse mode, entered only where there are no streams.
+    # Others, entered only where there are no streams.
 
     def _checkpoint(self, eqn: JaxprEqn, operands: Sequence[Given]) -> list[Given]:
         policy = eqn.params.get("policy")
-        if self.mixed and policy:
+        if policy:
             # The policy was written for products that have become mixed ones.
             eqn = eqn.replace(params={**eqn.params, "policy": translate(policy)})
         run = partial(self.program, bodies_of(eqn)[0], halves=self.halves)
@@ -220,13 +220,12 @@ _ENTERED = {
     "custom_jvp_call": lambda self, eqn, operands: custom_jvp(eqn, operands, self._inside),
     "custom_vjp_call": lambda self, eqn, operands: custom_vjp(eqn, operands, self._inside),
 }
-_PLAIN = (*tables.LOOPS, "remat2", "shard_map")
 
 
-def enters(eqn: JaxprEqn, plain: bool, *, mixed: bool = False) -> bool:
-    """Returns whether an equation is entered here. `plain` means that there are no streams; `mixed`
-    that, in addition, each equation has a precision of its own."""
-    return eqn.primitive.name in (_ENTERED if mixed else _PLAIN if plain else tables.LOOPS)
+def enters(eqn: JaxprEqn, *, mixed: bool = False) -> bool:
+    """Returns whether an equation is entered here. `mixed` means that there are no streams, and
+    each equation has a precision of its own."""
+    return eqn.primitive.name in (_ENTERED if mixed else tables.LOOPS)
 
 
 def _stages(values: Iterable[Given]) -> list[int]:

@@ -228,7 +228,7 @@ class Derivatives(AbstractEvaluator[StreamRole]):
         # Loops and rules take values as they are.
         loaded = self.storage.loaded
         operands = [loaded(x, aval_of(v).dtype) for x, v in zip(operands, eqn.invars, strict=True)]
-        if enters(eqn, False):
+        if enters(eqn):
             return self._entered(step, operands, roles), name, ""
         operands = aligned(eqn, operands)
         rule = None if _applies(eqn) else self.rules.find(eqn, operands)

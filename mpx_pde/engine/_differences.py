@@ -5,6 +5,7 @@ errors in its matrix. So the float32 sum that a product accumulates is used as i
 reaches a difference, a solve or the end of the program before it reaches the next product.
 """
 
+import functools as ft
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -12,8 +13,8 @@ import numpy as np
 
 from ..precision._dtypes import is_half
 from ..program import _tables as tables
-from ..program._flat import Constant, Flat, Step, flatten, variables
-from ..program._jaxpr import aval_of
+from ..program._flat import Constant, Flat, Step, flatten, reaching, variables
+from ..program._jaxpr import aval_of, bodies_of
 from ..program._rebind import bodies_in
 
 
@@ -79,29 +80,25 @@ def _reaching(
     out = set(variables([x for i, x in enumerate(flat.outputs) if i in outputs]))
     for step in flat.steps:
         out.update(sinks(step))
-    inside: dict[tuple, list[int]] = {}
-    while True:
-        for step in reversed(flat.steps):
-            bodies, reached = bodies_in(step.eqn), not out.isdisjoint(step.outputs)
-            multiplies = step.name in tables.PRODUCTS and full.isdisjoint(step.outputs)
-            if reached and not bodies and not multiplies and _hands_on(step):
-                out.update(step.values)
-            places = tuple(i for i, x in enumerate(step.outputs) if x in out)
-            if bodies and (key := (id(step), places)) not in inside:
-                known = [i for i, x in enumerate(step.inputs) if _is_number(x, made, numbers)]
-                there = [i for i, x in enumerate(step.outputs) if x in full]
-                there = None if solved is None else there
-                inside[key] = _inside(step, bodies, places, sinks_of, there, known)
-                out.update(inside[key])
-        more = variables([flat.outputs[i] for i, j in carried if flat.inputs[j] in out])
-        if out.issuperset(more):
-            return out
-        out.update(more)
+
+    @ft.cache
+    def inside(step: Step, places: tuple[int, ...]) -> list[int]:
+        known = [i for i, x in enumerate(step.inputs) if _is_number(x, made, numbers)]
+        there = [i for i, x in enumerate(step.outputs) if x in full]
+        return _inside(step, places, sinks_of, None if solved is None else there, known)
+
+    def operands_of(step: Step) -> Iterable[int]:
+        if bodies_of(step.eqn):
+            return inside(step, tuple(i for i, x in enumerate(step.outputs) if x in out))
+        multiplies = step.name in tables.PRODUCTS and full.isdisjoint(step.outputs)
+        reached = not out.isdisjoint(step.outputs)
+        return step.values if reached and not multiplies and _hands_on(step) else ()
+
+    return reaching(flat, out, carried, operands_of)
 
 
 def _inside(
     step: Step,
-    bodies: Any,
     places: Collection[int],
     sinks_of: Any,
     solved: Collection[int] | None,
@@ -110,7 +107,7 @@ def _inside(
     """Returns the operands of an equation for which `_reaching` holds in the programs in it. The
     operands at the positions `known` repeat a constant scalar."""
     found: list[int] = []
-    for body, start, carried in bodies:
+    for body, start, carried in bodies_in(step.eqn):
         flat = flatten(body, forward_mode=True)
         onward = list(enumerate(carried))
         names = dict(enumerate(flat.inputs, start))

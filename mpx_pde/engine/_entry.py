@@ -105,7 +105,7 @@ def propagate(
     """Evaluates a function at a point, together with the derivatives of a plan.
 
     The function is traced once. Its equations are then evaluated on the value and its streams
-    together (see `_rules.py`).
+    together (see `taylor/_rules.py`).
 
     **Arguments:**
 

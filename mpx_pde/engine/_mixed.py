@@ -322,7 +322,7 @@ class Mixed(AbstractEvaluator[MixedRole]):
     def _results(self, step: Step, operands: list[Any], roles: MixedRole) -> list[Any]:
         eqn, rule, half = step.eqn, roles.rule(step), self.storage.dtype
         values = list(map(primal_of, operands))
-        if enters(eqn, True, mixed=True) and self._concerns(eqn, operands):
+        if enters(eqn, mixed=True) and self._concerns(eqn, operands):
             inner = dataclasses.replace(self, around=(*self.around, *step.calls, eqn))
             near = [i for i, x in enumerate(step.outputs) if x in roles.near]
             solved = [i for i, x in enumerate(step.outputs) if x in roles.solved]

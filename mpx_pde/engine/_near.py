@@ -1,13 +1,14 @@
 """Finds values that must not be rounded, because little of a result would be left: values that may
 lie near a number from which their distance is taken."""
 
+import functools as ft
 import math
 from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 
 from ..program import _tables as tables
-from ..program._flat import Constant, Flat, Step, flatten, variables
+from ..program._flat import Constant, Flat, Step, flatten, reaching, variables
 from ..program._jaxpr import aval_of
 from ..program._rebind import bodies_in
 from ._roles import still_in
@@ -37,25 +38,19 @@ def near_numbers(
     activation x. A reduction may pick the largest or smallest, which rounding makes equal to
     others. The results at the positions `outputs` count too. `carried` pairs the position of a
     result with that of the operand that it becomes: the result counts if the operand does."""
-    carried, still, sizes = list(carried), still_in(flat), _numbers(flat)
+    still, sizes = still_in(flat), _numbers(flat)
     positive = {x for s in flat.steps if s.name in tables.POSITIVE for x in s.outputs}
     out = set(variables([x for i, x in enumerate(flat.outputs) if i in {*outputs}]))
-    inside: dict[tuple, list[int]] = {}
-    while True:
-        for step in reversed(flat.steps):
-            reaches = step.name in tables.DISTANCES and not out.isdisjoint(step.outputs)
-            picks = step.name in tables.EXTREMES and not still.issuperset(step.outputs)
-            takes = step.name in tables.NEAR or _leaves_little(step, sizes, positive)
-            if reaches or picks or takes:
-                out.update(step.variables)
-            places = tuple(i for i, x in enumerate(step.outputs) if x in out)
-            if (key := (id(step), places)) not in inside:
-                inside[key] = _near_inside(step, places)
-            out.update(inside[key])
-        more = variables([flat.outputs[i] for i, j in carried if flat.inputs[j] in out])
-        if out.issuperset(more):
-            return out
-        out.update(more)
+    inside = ft.cache(_near_inside)
+
+    def operands_of(step: Step) -> Iterable[int]:
+        reaches = step.name in tables.DISTANCES and not out.isdisjoint(step.outputs)
+        picks = step.name in tables.EXTREMES and not still.issuperset(step.outputs)
+        takes = step.name in tables.NEAR or _leaves_little(step, sizes, positive)
+        places = tuple(i for i, x in enumerate(step.outputs) if x in out)
+        return (*(step.variables if reaches or picks or takes else ()), *inside(step, places))
+
+    return reaching(flat, out, list(carried), operands_of)
 
 
 def _near_inside(step: Step, places: Collection[int]) -> list[int]:

@@ -14,7 +14,7 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from ..program import _tables as tables
-from ..program._flat import Constant, Flat, Step, dependent, moving_from, variables
+from ..program._flat import Constant, Flat, Step, dependent, moving_from, reaching, variables
 from ..program._jaxpr import bodies_of, contains, differentiable, pushforward
 from ._near import near_numbers, summed_in
 from ._roles import (
@@ -128,11 +128,7 @@ def roles_of(
     - `traced`, `streams`: the operands that are traced arrays, and those with streams.
     """
     stage = _stages(flat, given)
-    wanted, more = set[int](), set[int]()
-    while more is not None:
-        wanted = _wanted(flat, wanted | more)
-        next_step = [flat.outputs[i] for i, j in carried or () if flat.inputs[j] in wanted]
-        more = set(variables(next_step)) - wanted or None
+    wanted = _wanted(flat, carried or ())
     stored = {x for x, s in stage.items() if s == DEEP and x in wanted}
     stored -= near_numbers(flat, (), carried or ()) - summed_in(flat, stage)
     still = still_in(flat)
@@ -159,13 +155,15 @@ def _stages(flat: Flat, given: Mapping[int, int]) -> dict[int, int]:
     return stage
 
 
-def _wanted(flat: Flat, wanted: set[int]) -> set[int]:
-    """Adds to `wanted` all that a product or a loop depends on."""
-    for step in reversed(flat.steps):
+def _wanted(flat: Flat, carried: Collection[tuple[int, int]]) -> set[int]:
+    """Returns all variables that a product or a loop depends on."""
+    wanted = set[int]()
+
+    def operands_of(step: Step) -> Iterable[int]:
         ends = step.name in tables.PRODUCTS or step.alone
-        if ends or not wanted.isdisjoint(step.outputs):
-            wanted.update(step.variables)
-    return wanted
+        return step.variables if ends or not wanted.isdisjoint(step.outputs) else ()
+
+    return reaching(flat, wanted, carried, operands_of)
 
 
 def _apart_of(

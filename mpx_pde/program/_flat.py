@@ -1,7 +1,7 @@
 """A jaxpr as one flat list of equations."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -203,6 +203,24 @@ def dependent(flat: Flat, on: Iterable[int]) -> set[int]:
         if not out.isdisjoint(step.variables):
             out.update(step.outputs)
     return out
+
+
+def reaching(
+    flat: Flat,
+    out: set[int],
+    carried: Collection[tuple[int, int]],
+    operands_of: Callable[[Step], Iterable[int]],
+) -> set[int]:
+    """Adds to `out`, from the end of a program to its beginning, what `operands_of` yields for each
+    equation. `carried` pairs the position of a result with that of the operand that it becomes in
+    the next step of a loop: the result is added if the operand is."""
+    while True:
+        for step in reversed(flat.steps):
+            out.update(operands_of(step))
+        more = variables([flat.outputs[i] for i, j in carried if flat.inputs[j] in out])
+        if out.issuperset(more):
+            return out
+        out.update(more)
 
 
 def moving_from(flat: Flat, on: Iterable[int]) -> set[int]:
