@@ -234,7 +234,7 @@ class Derivatives(AbstractEvaluator[StreamRole]):
         rule = None if _applies(eqn) else self.rules.find(eqn, operands)
         if rule is None:
             return self._without_rule(step, operands, roles)
-        stages = [roles.reached.get(x) for x in step.inputs]
+        stages = list(map(roles.stage_of, step.inputs))
         weighted = is_weighted(eqn, operands, stages, self.storage)
         multiplies = name in tables.MULTIPLICATIONS
         if weighted and multiplies:

@@ -176,10 +176,10 @@ class Product:
         return lambda x, y: bind(eqn, [x, y])[0]
 
 
-def _stages(step: Step, operands: Sequence[Any], roles: StreamRole) -> set[int]:
+def _stages(step: Step, operands: Sequence[Any], roles: StreamRole) -> set[int | None]:
     """Returns the stages of the operands that depend on the point."""
     pairs = zip(step.inputs, operands, strict=True)
-    return {roles.reached[x] for x, value in pairs if isinstance(value, Jet)}
+    return {roles.stage_of(x) for x, value in pairs if isinstance(value, Jet)}
 
 
 def precise(eqn: JaxprEqn) -> JaxprEqn:

@@ -66,9 +66,17 @@ class AbstractRole(abc.ABC):
         if stage is not None:
             self.reached.update(dict.fromkeys(step.outputs, stage))
 
+    def stage_of(self, x: int | Constant) -> int | None:
+        """Returns how far an operand is from the point; `None` if it does not depend on it."""
+        return None if isinstance(x, Constant) else self.reached.get(x)
+
     def staged(self, x: int | Constant, value: Operand) -> Given:
         """Returns the value of an operand as it enters a program."""
-        return Staged(value, self.reached[x]) if isinstance(value, Jet) else value
+        if not isinstance(value, Jet):
+            return value
+        stage = self.stage_of(x)
+        assert stage is not None, x
+        return Staged(value, stage)
 
     def received(self, step: Step, out: Sequence[Given]) -> list[Operand]:
         """Returns the results of an equation that holds programs, and records how far they are from

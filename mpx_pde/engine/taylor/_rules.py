@@ -233,8 +233,9 @@ class Rules:
         name = eqn.primitive.name
         if name in tables.ADDITIONS:
             x, y = (x.streams.get(key) if isinstance(x, Jet) else None for x in operands)
-            subtracts = name in tables.SUBTRACTIONS and y is not None
-            return [total([x, -y if subtracts else y])]
+            if name in tables.SUBTRACTIONS and y is not None:
+                y = -y
+            return [total([x, y])]
         if name in tables.GATHERS:
             # An entry that is read out of bounds is a constant, so its derivative is zero.
             eqn = eqn.replace(params={**eqn.params, "fill_value": 0})
