@@ -21,6 +21,7 @@ from ..program import _tables as tables
 from ..program._flat import Constant, Flat, Step, flatten
 from ..program._jaxpr import aval_of, bodies_of, scopes_of
 from ._roles import is_wild
+from ._segments import is_light
 from ._storage import WILD
 from .taylor._jets import is_inexact
 from .taylor._rules import KEPT_TERMS
@@ -108,7 +109,7 @@ class Facts:
         """Returns the variables that a step can be evaluated again from; `None` if it cannot."""
         name, values = step.name, tuple(dict.fromkeys(step.variables))
         multiplies = name in tables.PRODUCTS and bool(region_of(step.eqn))
-        if step.eqn.effects or not (multiplies or _is_light(step)):
+        if step.eqn.effects or not (multiplies or is_light(step.eqn)):
             return None
         if level < COMPUTED or multiplies:
             return values
@@ -263,11 +264,3 @@ def _product(a: Sign, b: Sign) -> Sign:
 
 def _is_even(step: Step) -> bool:
     return step.power is not None and step.power % 2 == 0
-
-
-def _is_light(step: Step) -> bool:
-    """Returns whether a step costs hardly more than reading its operands."""
-    if step.name in tables.PUSHES | tables.CALLS:
-        inside = [e for b in bodies_of(step.eqn) for e in b.jaxpr.eqns]
-        return all(e.primitive.name in tables.LIGHT | tables.CALLS for e in inside)
-    return step.name in tables.LIGHT
