@@ -311,6 +311,8 @@ class Mixed(AbstractEvaluator[MixedRole]):
             halves.update(step.outputs)
         for k, x in zip(step.outputs, out, strict=True):
             env[k] = Jet(primal_of(x)) if k in roles.stage else x
+            if k in roles.stage:
+                roles.reached[k] = roles.stage[k]
         roles.stored.update(k for k in step.outputs if self._is_half(env[k]))
         if step.name in tables.PRODUCTS and roles.rule(step).name == "product":
             # What follows from it may be stored in half, even where this result is not rounded.
