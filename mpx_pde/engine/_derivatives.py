@@ -19,7 +19,7 @@ from jax.interpreters import ad
 from ..products._order import forward_only, gradients_in_turn, summed_apart
 from ..program import _tables as tables
 from ..program._flat import Step, flatten, read
-from ..program._jaxpr import asks_what_moves, aval_of, bodies_of, in_context_of, own_bind
+from ..program._jaxpr import asks_what_moves, aval_of, bodies_of, own_bind
 from ..program._lines import line_of, site_of
 from ..program._references import with_references_inside
 from ._containers import Containers, enters
@@ -195,7 +195,7 @@ class Derivatives(AbstractEvaluator[StreamRole]):
     def _step(self, step: Step, env: dict[int, Any], roles: StreamRole) -> None:
         operands = [read(x, env) for x in step.inputs]
         outside = step.name in tables.PRODUCTS and not site_of(step.eqn).users
-        with in_context_of(step.eqn, self.caller if outside else None):
+        with step.context(self.caller if outside else None):
             out, *told = self._results(step, operands, roles)
         if self.note is not None and told:
             self.note(step, line_of(step.eqn, (*self.around, *step.calls)), *told)

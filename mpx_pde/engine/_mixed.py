@@ -7,7 +7,6 @@ may be stored in half, between products and for the backward pass.
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -21,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from ..products._order import rounded_cotangent
 from ..program import _tables as tables
 from ..program._flat import Flat, Step, flatten, read, variables
-from ..program._jaxpr import bodies_of, contains, in_context_of, is_container, own_bind
+from ..program._jaxpr import bodies_of, contains, is_container, own_bind
 from ..program._lines import source_of
 from ..program._products import asks_for_more, says_its_dtype
 from ._containers import Containers, enters
@@ -35,9 +34,9 @@ from ._roles import AbstractRole, as_key, is_wild
 from ._segments import Part, is_light, multiplied_only
 from ._storage import DEEP, WILD, Staged, Storage, array_of, typed
 from .taylor._jets import Jet, cast, is_inexact, primal_of
-from .taylor._moments import moments_p, with_moments
+from .taylor._moments import moments_p, squares_p, with_moments
 from .taylor._plan import Plan
-from .taylor._rules import Rules
+from .taylor._rules import JET_RULES, Rules
 
 
 _RULES_OF_VALUES = Rules(Plan(()))
@@ -294,7 +293,7 @@ class Mixed(AbstractEvaluator[MixedRole]):
         x = env[k]
         if not isinstance(x, Jet) or k not in roles.stored or k in roles.near:
             return x
-        with _in_context_of(step):
+        with step.context(source_of(step.eqn, step.calls)):
             return self.storage.stored(x)
 
     def _step(self, step: Step, env: dict[int, Any], roles: MixedRole, halves: set[int]) -> None:
@@ -302,7 +301,7 @@ class Mixed(AbstractEvaluator[MixedRole]):
         around = (*self.around, *step.calls)
         operands = [read(x, env) for x in step.inputs]
         self._follow(step, operands, roles)
-        with _in_context_of(step):
+        with step.context(source_of(step.eqn, step.calls)):
             out = self._results(step, operands, roles)
             held = [x in halves for x in step.inputs]
             if is_biased(step.eqn, operands, held):
@@ -349,9 +348,9 @@ class Mixed(AbstractEvaluator[MixedRole]):
         loaded = list(map(primal_of, map(self.storage.loaded, operands)))
         if rule.name == "convert":
             return loaded
-        if eqn.primitive is moments_p:
-            (x,) = loaded
-            return _RULES_OF_VALUES.moments(eqn, [Jet(x)])
+        if eqn.primitive in (moments_p, squares_p):
+            rule = JET_RULES[eqn.primitive.name]
+            return rule.apply(_RULES_OF_VALUES, eqn, list(map(Jet, loaded)))
         return own_in_registers(eqn, loaded, self.storage)
 
     def _concerns(self, eqn: JaxprEqn, operands: Sequence[Any]) -> bool:
@@ -390,15 +389,6 @@ class Mixed(AbstractEvaluator[MixedRole]):
             if number is not None and not self._fits(number):
                 return False
         return any(half)
-
-
-@contextmanager
-def _in_context_of(step: Step):
-    source = source_of(step.eqn, step.calls)
-    with ExitStack() as stack:
-        for eqn in (*step.calls, step.eqn):
-            stack.enter_context(in_context_of(eqn, source))
-        yield
 
 
 def _evaluated_again(layer: Callable) -> Callable:

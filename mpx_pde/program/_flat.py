@@ -1,8 +1,8 @@
 """A jaxpr as one flat list of equations."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -14,7 +14,15 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import Sharding
 
 from . import _tables as tables
-from ._jaxpr import aval_of, bodies_of, contains, differentiable, in_context_of, walk
+from ._jaxpr import (
+    aval_of,
+    bodies_of,
+    contains,
+    differentiable,
+    in_context_of,
+    scopes_of,
+    walk,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # by identity, because not all values have a hash
@@ -60,6 +68,15 @@ class Step:
     def holds_products(self) -> bool:
         """Returns whether the equation contains products."""
         return any(contains(inner, tables.PRODUCTS) for inner in bodies_of(self.eqn))
+
+    @contextmanager
+    def context(self, source: Any = None) -> Iterator[None]:
+        """A context in which new equations keep the name scopes, the settings and the source line
+        of the equation and of the calls around it. If `source` is given, its line is kept."""
+        with ExitStack() as stack:
+            for eqn in (*self.calls, self.eqn):
+                stack.enter_context(in_context_of(eqn, source))
+            yield
 
     @cached_property
     def alone(self) -> bool:
@@ -171,6 +188,51 @@ def needed(steps: Sequence[Step], outputs: Sequence[int | Constant]) -> tuple[St
     return tuple(reversed(kept))
 
 
+def merged(flat: Flat) -> Flat:
+    """Returns a program without the equations that compute again what an earlier one does, such as
+    the mean in a variance beside that in a norm. Products, containers and what has effects stay."""
+    names = {k: ("array", id(c.value)) for k, c in flat.constants.items()}
+    name = lambda x: _name_of(x) if isinstance(x, Constant) else names.get(x, x)
+    first: dict[Hashable, tuple[int, ...]] = {}
+    same: dict[int, int] = {}
+    current = lambda atoms: tuple(x if isinstance(x, Constant) else same.get(x, x) for x in atoms)
+    steps = []
+    for step in flat.steps:
+        step = dataclasses.replace(step, inputs=current(step.inputs))
+        key = _key_of(step, tuple(map(name, step.inputs)))
+        if key is not None and key in first:
+            same.update(zip(step.outputs, first[key], strict=True))
+            continue
+        if key is not None:
+            first[key] = step.outputs
+        steps.append(step)
+    return flat._replace(steps=tuple(steps), outputs=current(flat.outputs))
+
+
+def _key_of(step: Step, inputs: tuple[Hashable, ...]) -> Hashable | None:
+    """Returns what two equations have in common if they compute the same; `None` for an equation
+    that is not compared."""
+    if step.eqn.effects or step.name not in tables.MERGED or None in inputs:
+        return None
+    # A checkpoint, and a rule for derivatives, say what may be computed again.
+    scopes = tuple(x for x in scopes_of(step.eqn) if x.startswith("mpx_pde."))
+    params = tuple(sorted(step.eqn.params.items()))
+    key = step.name, params, inputs, scopes, tuple(map(aval_of, step.eqn.outvars))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _name_of(x: Constant) -> Hashable | None:
+    """Returns the dtype and the bits of a number, and `None` for an array."""
+    if np.ndim(x.value) or isinstance(x.value, Tracer):
+        return None
+    value = np.asarray(x.value, x.aval.dtype)
+    return str(value.dtype), value.tobytes()
+
+
 def read(x: int | Constant, env: Mapping[int, Any]) -> Any:
     """Returns the value of an operand."""
     if not isinstance(x, Constant):
@@ -188,9 +250,7 @@ def evaluated(
     env: dict[int, Any] = {k: c.value for k, c in flat.constants.items()}
     env.update(zip(flat.inputs, operands, strict=True))
     for step in flat.steps:
-        with ExitStack() as stack:
-            for eqn in (*step.calls, step.eqn):
-                stack.enter_context(in_context_of(eqn))
+        with step.context():
             out = bind(step, [read(x, env) for x in step.inputs])
         env.update(zip(step.outputs, out, strict=True))
     return [read(x, env) for x in flat.outputs]

@@ -251,6 +251,7 @@ _ROWS = (
     _row("spread_together", "linear", "program", _OURS, "light accurate"),
     _row("beside summed_apart forward_only", "linear", "program", _OURS),
     _row("moments", "nested", "float32", _OURS, "sum", rule="moments"),
+    _row("squares_about_mean", "nested", "float32", _OURS, "sum", rule="squares_about_mean"),
     _row("derivative_tap", "nested", "program", _TAP, "derivative"),
     _row("derivative_count", "nested", "program", _TAP),
     # Containers.
@@ -414,6 +415,9 @@ LIGHT = ((FULL | FOLLOWING) - _with("slow")) | _with("light")
 """Operations that are bound by memory. A run of them that makes float32 values out of half ones
 (softmax, norms, most activations) is evaluated again in the backward pass. Series and searches,
 which take time, and collectives, which wait for other devices, are left out."""
+
+MERGED = LIGHT - CUSTOM
+"""Operations that are evaluated once where a program asks twice for the same result."""
 
 ALONE = _with("alone")
 """Operations that take long, have a memory of their own or choose by values. They are in no layer

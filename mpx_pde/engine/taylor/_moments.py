@@ -1,6 +1,7 @@
 """Finds sums of squared deviations from the mean in a program."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 from jax.extend.core import Primitive
 
 from ...program import _tables as tables
-from ...program._flat import Constant, Flat, Step, dependent, needed
+from ...program._flat import Constant, Flat, Step, dependent, merged, needed
 from ...program._jaxpr import aval_of
 
 
@@ -19,48 +20,55 @@ LARGEST = 2**16
 few is subtracted. These deviate from the mean too, so rounding loses no more than this factor."""
 
 moments_p = Primitive("moments")
-"""The sum of an array over axes, and the sum of the squares of its deviations from the mean."""
+"""The sum of an array over axes, and the sum of the squares of its deviations from the mean. The
+latter has no derivative."""
 moments_p.multiple_results = True
+
+squares_p = Primitive("squares_about_mean")
+"""The second result of `moments_p`, with its derivative. Takes this result, the array, and the
+deviations."""
 
 
 def with_moments(flat: Flat, moving: Collection[int]) -> Flat:
     """Returns a program that takes variances of values that depend on `moving` ones in one pass.
 
     By definition a variance is the mean of the squared deviations from the mean. This takes two
-    passes over all streams, and two more in a backward pass. The sums of an array and of its
-    squares take one pass, and determine the variance.
+    passes over all streams. The sums of an array and of its squares take one pass, and determine
+    the variance. Its derivative is that by definition, which reads the deviations: a norm has them
+    for its result too.
     """
+    flat = merged(flat)
     made = {x: step for step in flat.steps for x in step.outputs}
     depends = dependent(flat, moving)
-    squares: dict[tuple[int, tuple[int, ...]], Step] = {}
-    same: dict[Any, int] = {}
+    squares: dict[tuple[int, tuple[int, ...]], tuple[Step, Step]] = {}
     for step in flat.steps:
         found = _deviations(step, made)
         if found is not None and found[0] in depends:
-            same[step.outputs[0]] = squares.setdefault(found, step).outputs[0]
+            squares[found] = step, made[made[step.inputs[0]].variables[0]]
     if not squares:
         return flat
 
+    numbers = itertools.count(1 + max(x for step in flat.steps for x in step.outputs))
+    values = {where: next(numbers) for where in squares}
+    ends = {id(end): where for where, (end, _) in squares.items()}
     steps: list[Step] = []
-    sums: dict[tuple[int, tuple[int, ...]], int] = {}
     for step in flat.steps:
-        if step.outputs and step.outputs[0] in same:
-            continue
-        step = dataclasses.replace(step, inputs=tuple(same.get(x, x) for x in step.inputs))
-        where = _summed(step)
-        if where in squares and where in sums:
-            same[step.outputs[0]] = sums[where]
-        elif where in squares:
-            first = squares[where]
-            both = [*step.eqn.outvars, *first.eqn.outvars]
+        if id(step) in ends:
+            where = ends[id(step)]
+            _, centered = squares[where]
+            inputs = (values[where], where[0], *centered.outputs)
+            atoms = [*step.eqn.outvars, centered.eqn.invars[0], *centered.eqn.outvars]
+            params = {"axes": where[1]}
+            eqn = step.eqn.replace(primitive=squares_p, params=params, invars=atoms)
+            steps.append(dataclasses.replace(step, eqn=eqn, inputs=inputs))
+        elif (where := _summed(step)) in squares:
+            both = [*step.eqn.outvars, *squares[where][0].eqn.outvars]
             params = {"axes": where[1]}
             eqn = step.eqn.replace(primitive=moments_p, params=params, outvars=both)
-            sums[where] = step.outputs[0]
-            steps.append(Step(eqn, step.inputs, (*step.outputs, *first.outputs)))
+            steps.append(Step(eqn, step.inputs, (*step.outputs, values[where])))
         else:
             steps.append(step)
-    outputs = tuple(same.get(x, x) for x in flat.outputs)
-    return flat._replace(steps=needed(steps, outputs), outputs=outputs)
+    return flat._replace(steps=needed(steps, flat.outputs))
 
 
 def _summed(step: Step) -> tuple[int, tuple[int, ...]] | None:

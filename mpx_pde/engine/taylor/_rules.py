@@ -209,7 +209,8 @@ class Rules:
     def moments(self, eqn, operands):
         """Returns the sum of an array and the sum of its squared deviations from the mean, in one
         pass. The mean of the first few entries is subtracted before both sums. The results do not
-        depend on it, so it has no derivative."""
+        depend on it, so it has no derivative. The squares have none either (see
+        `squares_about_mean`)."""
         (x,), axes = operands, eqn.params["axes"]
         shape = np.shape(x.primal)
         count, few = math.prod(shape[i] for i in axes), min(shape[axes[-1]], 8)
@@ -220,11 +221,32 @@ class Rules:
         (start,) = summed(each([x], first), axes)
         kept = [i for i in range(len(shape)) if i not in axes]
         y = added(x, start.spread(shape, kept), -1)
-        sums, squares = summed([y, self._square(y)], axes)
-        squares = added(squares, self._square(sums), -1 / count)
+        still = jax.tree.map(lax.stop_gradient, y)
+        sums, squares = summed([y, self._square(still)], axes)
+        less = self._square(jax.tree.map(lax.stop_gradient, sums))
+        squares = added(squares, less, -1 / count)
         # For equal entries, rounding may give a negative result, which has no square root.
         least = jnp.where(squares.primal < 0, 0, squares.primal)
         return [added(sums, start, count), dataclasses.replace(squares, primal=least)]
+
+    def squares_about_mean(self, eqn, operands):
+        """Gives the sum of squared deviations its derivative. The deviations from the mean add up
+        to zero, so the derivative of the mean has no part in it."""
+        squares, x, deviations = (x if isinstance(x, Jet) else Jet(x) for x in operands)
+        axes = eqn.params["axes"]
+
+        @jax.custom_jvp
+        def about_mean(squares, x, deviations):
+            return squares
+
+        @about_mean.defjvp
+        def _(primals, tangents):
+            squares, _, deviations = primals
+            summed_squares = lambda y: summed([self._square(y)], axes)[0]
+            _, slope = jax.jvp(summed_squares, (deviations,), (tangents[1],))
+            return squares, slope
+
+        return [about_mean(squares, x, deviations)]
 
     def _square(self, x: Jet) -> Jet:
         return self.compose(closed_tower("integer_pow", self.order(x), x.primal, 2), x)
@@ -469,6 +491,7 @@ JET_RULES: dict[str, JetRule] = {
     "div": JetRule(Rules._div),
     "sqrt": JetRule(Rules._sqrt),
     "moments": JetRule(Rules.moments),
+    "squares_about_mean": JetRule(Rules.squares_about_mean),
     "elementwise": JetRule(Rules._elementwise, _is_of_one),
     "custom": JetRule(Rules._custom, Rules._is_elementwise),
 }
