@@ -21,7 +21,8 @@ from jax.extend.core import JaxprEqn
 from jax.extend.core.primitives import add_jaxvals_p
 
 from ..program import _tables as tables
-from ..program._flat import Constant, Flat, Step, evaluated, flatten, merged, read, variables
+from ..program._deviations import with_deviations_once
+from ..program._flat import Constant, Flat, Step, evaluated, flatten, read, variables
 from ..program._jaxpr import (
     aval_of,
     in_context_of,
@@ -321,7 +322,7 @@ def value_and_pullback(
         whole = lambda *args: jax.tree.unflatten(tree, run(jax.tree.leaves(args)))
         pair, shapes = _transposed(whole, moving, fixed)
     forward, backward = (flatten(x, forward_mode=False, sharded=True) for x in pair)
-    forward = merged(forward)
+    forward = with_deviations_once(forward)
     count = len(jax.tree.leaves(shapes))
     cotangents = len(jax.tree.leaves(shapes[0]))
     residuals = len(backward.inputs) - cotangents

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..program import _tables as tables
-from ..program._flat import Constant, Flat, Step, flatten, merged, variables
+from ..program._deviations import with_deviations_once
+from ..program._flat import Constant, Flat, Step, flatten, variables
 from ..program._jaxpr import bodies_of
 from ..program._rebind import bodies_in, scan_counts
 from ._facts import (
@@ -222,7 +223,7 @@ def _transposes(t: Step, s: Step) -> bool:
 
 def _plan_of_bodies(s: Step, t: Step, places: dict[int, int], facts: Facts, half: np.dtype) -> Plan:
     bodies = [flatten(bodies_of(x.eqn)[0], forward_mode=False, sharded=True) for x in (s, t)]
-    forward, backward = merged(bodies[0]), bodies[1]
+    forward, backward = with_deviations_once(bodies[0]), bodies[1]
     n_consts, n_carry = scan_counts(s.eqn)
     given = []
     for i, x in enumerate(s.inputs):
