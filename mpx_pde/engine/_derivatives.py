@@ -194,6 +194,9 @@ class Derivatives(AbstractEvaluator[StreamRole]):
 
     def _step(self, step: Step, env: dict[int, Any], roles: StreamRole) -> None:
         operands = [read(x, env) for x in step.inputs]
+        if step.outputs and not any(map(any, map(roles.asked_of, step.outputs))):
+            # What only leads to a value needs no derivative, so its lack of one does not matter.
+            operands = [x.only(()) if isinstance(x, Jet) else x for x in operands]
         outside = step.name in tables.PRODUCTS and not site_of(step.eqn).users
         with step.context(self.caller if outside else None):
             out, *told = self._results(step, operands, roles)
@@ -205,7 +208,7 @@ class Derivatives(AbstractEvaluator[StreamRole]):
                     # Otherwise it would be broadcast the wrong way.
                     want = self.rules.plan.shape(key, aval_of(v).shape)
                     assert np.shape(stream) == want, (step.name, key, np.shape(stream), want)
-                x = self.storage.computed(x.only(roles.asked.get(k, ())), aval_of(v).dtype)
+                x = self.storage.computed(x.only(roles.asked_of(k)), aval_of(v).dtype)
             env[k] = x
 
     def _results(self, step: Step, operands: list[Any], roles: StreamRole) -> tuple[Any, ...]:

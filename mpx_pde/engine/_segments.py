@@ -89,6 +89,10 @@ class StreamRole(AbstractRole):
         stages = self.stage.get(x), self.reached.get(x)
         return *stages, self.asked.get(x), *(x in every for every in sets)
 
+    def asked_of(self, x: int) -> frozenset[Index]:
+        """Returns the streams of a variable that the results depend on."""
+        return self.asked.get(x, frozenset())
+
     def rule(self, step: Step) -> None:
         return None
 
