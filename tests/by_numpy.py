@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import special
 
-from mpx_pde.program._jaxpr import CALLS, bodies_of, own_bind
+from mpx_pde.program._jaxpr import bodies_of, own_bind
 from mpx_pde.program._rebind import scan_counts
+from mpx_pde.program._tables import CALLS, CHECKPOINTS, CUSTOM
 
 
 def _integer_pow(x, *, y):
@@ -134,7 +135,7 @@ _RULES = {
 _FLOATS = {"div", "pow", "integer_pow"}
 """Primitives whose rules are for floating-point and complex numbers only, not for integers."""
 
-_CALLS = CALLS | {"custom_jvp_call", "custom_vjp_call", "remat2"}
+_CALLS = CALLS | CUSTOM | CHECKPOINTS
 
 
 def called(function, *args):

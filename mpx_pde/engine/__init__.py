@@ -6,8 +6,8 @@ from ._entry import (
     linearized as linearized,
     propagate as propagate,
 )
-from ._facts import KEPT_TERMS as KEPT_TERMS
 from ._mixed import Mixed as Mixed, Rule as Rule
-from ._plan import Index as Index, Plan as Plan, make_plan as make_plan, sum_key as sum_key
-from ._products import multiplied_in as multiplied_in
-from ._streams import primal_of as primal_of
+from ._products import beside as beside, multiplied_in as multiplied_in
+from .taylor._jets import primal_of as primal_of
+from .taylor._plan import Index as Index, Plan as Plan, make_plan as make_plan, sum_key as sum_key
+from .taylor._rules import KEPT_TERMS as KEPT_TERMS

@@ -18,16 +18,26 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
+from jax.extend.core.primitives import add_jaxvals_p
 
 from ..program import _tables as tables
-from ..program._flat import Constant, Flat, Step, flatten, read, variables
-from ..program._jaxpr import aval_of, in_context_of, own_bind, scopes_of, with_jaxprs, with_products
+from ..program._deviations import with_deviations_once
+from ..program._flat import Constant, Flat, Step, evaluated, flatten, read, variables
+from ..program._jaxpr import (
+    aval_of,
+    in_context_of,
+    own_bind,
+    scopes_of,
+    with_jaxprs,
+    with_products,
+)
 from ..program._products import KEPT_IN_HALF
 from ..program._rebind import rebind, scan_counts
-from ._facts import COMPUTED, DATA, Fact
+from ._custom import bind_recorded
+from ._facts import COMPUTED, DATA, Fact, facts_of
 from ._kept import Plan, make_plan
-from ._products import backward_product, forward_product
-from ._program import evaluated, prepared
+from ._products import backward_product, forward_product, precise
+from ._program import without_checkpoints
 
 
 _AGAIN = "rematted_computation"
@@ -244,7 +254,7 @@ def run_backward(
 
 def _gradient_terms(backward: Flat) -> set[int]:
     """Returns the values whose sums, moved, are the results of a backward program."""
-    found, moves = set(variables(backward.outputs)), tables.LAYOUT | {"add_any"}
+    found, moves = set(variables(backward.outputs)), tables.LAYOUT | {add_jaxvals_p.name}
     for step in reversed(backward.steps):
         if step.name in moves and not found.isdisjoint(step.outputs):
             found.difference_update(step.outputs)
@@ -299,11 +309,20 @@ def value_and_pullback(
     """
     with trace:
         closed, shapes = jax.make_jaxpr(fun, return_shape=True)(moving, fixed)
-        run = partial(evaluated, prepared(closed, given, by.half))
+        program = flatten(without_checkpoints(closed), forward_mode=False)
+        facts = facts_of(program, given, by.half).of
+
+        def bind(step, operands):
+            in_full = any(facts[x].full or facts[x].beyond for x in step.variables)
+            eqn = with_products(step.eqn, precise) if in_full else step.eqn
+            return bind_recorded(eqn, operands)
+
+        run = partial(evaluated, program, bind=bind)
         tree = jax.tree.structure(shapes)
         whole = lambda *args: jax.tree.unflatten(tree, run(jax.tree.leaves(args)))
         pair, shapes = _transposed(whole, moving, fixed)
     forward, backward = (flatten(x, forward_mode=False, sharded=True) for x in pair)
+    forward = with_deviations_once(forward)
     count = len(jax.tree.leaves(shapes))
     cotangents = len(jax.tree.leaves(shapes[0]))
     residuals = len(backward.inputs) - cotangents

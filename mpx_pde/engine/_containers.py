@@ -17,20 +17,14 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from .._util._varying import match_varying_axes
 from ..checkpoint_policies import translate
-from ..program._jaxpr import LOOPS, bodies_of
+from ..program import _tables as tables
+from ..program._jaxpr import bodies_of
 from ..program._rebind import rebind, scan_counts
 from ._custom import custom_jvp, custom_vjp
-from ._plan import Index, Plan
-from ._streams import (
-    DEEP,
-    WILD,
-    Jet,
-    Operand,
-    cast,
-    is_inexact,
-    primal_of,
-    takes_derivatives,
-)
+from ._roles import takes_derivatives
+from ._storage import DEEP, WILD, Given, Staged, array_of
+from .taylor._jets import Jet, cast, is_inexact
+from .taylor._plan import Index, Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,23 +47,23 @@ class Containers:
     """
 
     plan: Plan
-    program: Callable[..., list[Operand]]
-    loaded: Callable[..., Operand]
+    program: Callable[..., list[Given]]
+    loaded: Callable[..., Given]
     halves: Collection[int] = ()
     mixed: bool = False
     scaled: Collection[Index] = ()
     found: dict[Index, Any] = dataclasses.field(default_factory=dict)
 
-    def __call__(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
+    def __call__(self, eqn: JaxprEqn, operands: Sequence[Given]) -> list[Given]:
         return _ENTERED[eqn.primitive.name](self, eqn, operands)
 
     def _inside(
         self,
         closed: ClosedJaxpr,
-        operands: Sequence[Operand],
+        operands: Sequence[Given],
         carried: Sequence[tuple[int, int]] | None = None,
         places: Iterable[int] | None = None,
-    ) -> list[Operand]:
+    ) -> list[Given]:
         """Evaluates a body whose operands are those at `places` of the equation, by default all."""
         places = range(len(operands)) if places is None else places
         halves = {k for k, i in enumerate(places) if i in self.halves}
@@ -91,8 +85,8 @@ class Containers:
         return run
 
     def _rebound(
-        self, eqn: JaxprEqn, operands: Sequence[Operand], bodies: Sequence[Callable[..., list]]
-    ) -> list[Operand]:
+        self, eqn: JaxprEqn, operands: Sequence[Given], bodies: Sequence[Callable[..., list]]
+    ) -> list[Given]:
         *out, found = rebind(eqn, operands, list(map(self._telling, bodies)))
         self.found.update({key: jnp.any(does) for key, does in found.items()})
         return out
@@ -104,29 +98,30 @@ class Containers:
 
     def _full(self, x: Any, stage: int) -> Any:
         """Returns a value with all streams, as a loop carries it."""
-        if not is_inexact(primal_of(x)):
+        if not is_inexact(array_of(x)):
             return x
-        jet = x if isinstance(x, Jet) else Jet(jnp.asarray(x), {}, stage)
+        jet = x.jet if isinstance(x, Staged) else Jet(jnp.asarray(x))
         streams = {}
         for key in self.plan.keys:
             stream = jet.streams.get(key, np.zeros((), jet.primal.dtype))
             streams[key] = jnp.broadcast_to(stream, self.plan.shape(key, jnp.shape(jet.primal)))
-        return Jet(jnp.asarray(jet.primal), streams, stage)
+        return Staged(Jet(jnp.asarray(jet.primal), streams), stage)
 
-    def _outside(self, values: Sequence[Operand]) -> list[Any]:
+    def _outside(self, values: Sequence[Given]) -> list[Any]:
         loaded = map(self.loaded, values)
-        return [x if getattr(x, "stage", None) == WILD else primal_of(x) for x in loaded]
+        return [x if getattr(x, "stage", None) == WILD else array_of(x) for x in loaded]
 
     def _carried(self, x: Any, init: Any, stage: int) -> Any:
         """Returns a value that a step hands on, in the same form as the `init` it was given."""
-        if not isinstance(init, Jet):
-            return primal_of(x)
-        x = x if isinstance(x, Jet) else Jet(jnp.asarray(x), {}, stage)
+        if not isinstance(init, Staged):
+            return array_of(x)
+        x = x if isinstance(x, Staged) else Staged(Jet(jnp.asarray(x)), stage)
         stage = max(stage, x.stage)
         x = self.loaded(x)
-        return self._full(x, stage) if is_inexact(x.primal) else Jet(x.primal, {}, init.stage)
+        value = array_of(x)
+        return self._full(x, stage) if is_inexact(value) else Staged(Jet(value), init.stage)
 
-    def _scan(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
+    def _scan(self, eqn: JaxprEqn, operands: Sequence[Given]) -> list[Given]:
         n_consts, n_carry = scan_counts(eqn)
         n = n_consts + n_carry
         consts, init = list(operands[:n_consts]), operands[n_consts:n]
@@ -151,20 +146,20 @@ class Containers:
                 break
             first = jax.tree.map(lambda x: jax.typeof(x).update(shape=x.shape[1:]), scanned)
             carry = self._shapes(partial(step, *consts), *carried, *first)[:n_carry]
-            rises = max((x.stage for x in carry if isinstance(x, Jet)), default=stage)
+            rises = max(_stages(carry), default=stage)
             if rises == stage:
                 break
             stage = rises
         out = self._rebound(eqn, [*consts, *carried, *scanned], [step])
         return [*out[:n_carry], *self._turned(out[n_carry:])]
 
-    def _turned(self, values: Sequence[Operand]) -> list[Operand]:
+    def _turned(self, values: Sequence[Given]) -> list[Given]:
         """Swaps the axis of stacked directions with the scanned axis. Stacked directions come first
         outside of a loop; the scanned axis comes first where a loop takes and returns it."""
         turn = lambda s, key: s if self.plan.size(key) is None else jnp.swapaxes(s, 0, 1)
-        return [x.map(turn) if isinstance(x, Jet) else x for x in values]
+        return [x.map(turn) if isinstance(x, Staged) else x for x in values]
 
-    def _while(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
+    def _while(self, eqn: JaxprEqn, operands: Sequence[Given]) -> list[Given]:
         test, body = bodies_of(eqn)
         first, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         top = _highest(eqn, operands)
@@ -173,8 +168,8 @@ class Containers:
 
         def proceed(*values):
             # In registers, like the step, and from the values alone.
-            bare = [Jet(x.primal, {}, x.stage) if isinstance(x, Jet) else x for x in values]
-            return list(map(primal_of, self._inside(test, bare, (), (*range(first), *carry))))
+            bare = [x.only(()) if isinstance(x, Staged) else x for x in values]
+            return list(map(array_of, self._inside(test, bare, (), (*range(first), *carry))))
 
         def step(*values):
             out = self._inside(body, values, (), (*range(first, n), *carry))
@@ -187,7 +182,7 @@ class Containers:
 
     # Branches.
 
-    def _cond(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
+    def _cond(self, eqn: JaxprEqn, operands: Sequence[Given]) -> list[Given]:
         index, *rest = operands
         places = range(1, len(operands))
         branches = [lambda *rest, b=b: self._inside(b, rest, places=places) for b in bodies_of(eqn)]
@@ -199,19 +194,19 @@ class Containers:
 
             return run
 
-        return self._rebound(eqn, [primal_of(index), *rest], list(map(alike, branches)))
+        return self._rebound(eqn, [array_of(index), *rest], list(map(alike, branches)))
 
-    # Containers of reverse mode, entered only where there are no streams.
+    # Others, entered only where there are no streams.
 
-    def _checkpoint(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
+    def _checkpoint(self, eqn: JaxprEqn, operands: Sequence[Given]) -> list[Given]:
         policy = eqn.params.get("policy")
-        if self.mixed and policy:
+        if policy:
             # The policy was written for products that have become mixed ones.
             eqn = eqn.replace(params={**eqn.params, "policy": translate(policy)})
         run = partial(self.program, bodies_of(eqn)[0], halves=self.halves)
         return rebind(eqn, operands, [lambda *args: run(args)])
 
-    def _once(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
+    def _once(self, eqn: JaxprEqn, operands: Sequence[Given]) -> list[Given]:
         return rebind(eqn, operands, [lambda *args: self._inside(bodies_of(eqn)[0], args)])
 
 
@@ -225,33 +220,32 @@ _ENTERED = {
     "custom_jvp_call": lambda self, eqn, operands: custom_jvp(eqn, operands, self._inside),
     "custom_vjp_call": lambda self, eqn, operands: custom_vjp(eqn, operands, self._inside),
 }
-_PLAIN = (*LOOPS, "remat2", "shard_map")
 
 
-def enters(eqn: JaxprEqn, plain: bool, *, mixed: bool = False) -> bool:
-    """Returns whether an equation is entered here. `plain` means that there are no streams; `mixed`
-    that, in addition, each equation has a precision of its own."""
-    return eqn.primitive.name in (_ENTERED if mixed else _PLAIN if plain else LOOPS)
+def enters(eqn: JaxprEqn, *, mixed: bool = False) -> bool:
+    """Returns whether an equation is entered here. `mixed` means that there are no streams, and
+    each equation has a precision of its own."""
+    return eqn.primitive.name in (_ENTERED if mixed else tables.LOOPS)
 
 
-def _stages(values: Iterable[Operand]) -> list[int]:
-    return [x.stage for x in values if isinstance(x, Jet)]
+def _stages(values: Iterable[Given]) -> list[int]:
+    return [x.stage for x in values if isinstance(x, Staged)]
 
 
-def _highest(eqn: JaxprEqn, operands: Sequence[Operand]) -> int:
+def _highest(eqn: JaxprEqn, operands: Sequence[Given]) -> int:
     """Returns the highest stage that a value in a loop may have."""
     return WILD if WILD in _stages(operands) or takes_derivatives(eqn) else DEEP
 
 
 def _like(x: Any, options: Sequence[Any]) -> Any:
     """Returns a result of one branch, with all the streams that any branch gives this result."""
-    jets = [y for y in options if isinstance(y, Jet)]
-    if not jets:
+    staged = [y for y in options if isinstance(y, Staged)]
+    if not staged:
         return x
-    jet = x if isinstance(x, Jet) else Jet(jnp.asarray(x), {}, 0)
-    shapes: Mapping[Index, Any] = {k: s for y in jets for k, s in y.streams.items()}
+    jet = x.jet if isinstance(x, Staged) else Jet(jnp.asarray(x))
+    shapes: Mapping[Index, Any] = {k: s for y in staged for k, s in y.jet.streams.items()}
     streams = {
         k: jet.streams.get(k, jnp.zeros(shape.shape, shape.dtype)) for k, shape in shapes.items()
     }
-    widest = max((primal_of(y).dtype for y in options), key=lambda dtype: dtype.itemsize)
-    return Jet(cast(jet.primal, widest), streams, max(y.stage for y in jets))
+    widest = max((array_of(y).dtype for y in options), key=lambda dtype: dtype.itemsize)
+    return Staged(Jet(cast(jet.primal, widest), streams), max(_stages(staged)))

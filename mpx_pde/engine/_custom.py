@@ -12,7 +12,6 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ..program import _tables as tables
 from ..program._jaxpr import (
-    CALLS,
     aval_of,
     bodies_of,
     differentiable,
@@ -24,7 +23,8 @@ from ..program._jaxpr import (
 )
 from ..program._lines import line_of
 from ..program._reverse import linear_by_pullback
-from ._streams import Jet, Operand, Storage, is_inexact, primal_of, typed
+from ._storage import Given, Staged, Storage, array_of, typed
+from .taylor._jets import Jet, is_inexact
 
 
 def own_in_registers(eqn: JaxprEqn, args: Sequence[Any], storage: Storage) -> list[Any]:
@@ -37,7 +37,7 @@ def own_in_registers(eqn: JaxprEqn, args: Sequence[Any], storage: Storage) -> li
     name = eqn.primitive.name
     if name in _CUSTOM:
         return custom_in_registers(eqn, args)
-    if name in ("dot_general", "conv_general_dilated") and is_inexact(aval_of(eqn.outvars[0])):
+    if name in tables.JAX_PRODUCTS and is_inexact(aval_of(eqn.outvars[0])):
         dtype = jnp.promote_types(aval_of(eqn.outvars[0]).dtype, storage.registers)
         eqn = eqn.replace(params={**eqn.params, "preferred_element_type": dtype})
     wide = {x.dtype for x in args if is_inexact(x)} - {storage.registers}
@@ -60,8 +60,15 @@ def custom_in_registers(eqn: JaxprEqn, args: Sequence[Any]) -> list:
         return _as_recorded(eqn, out, eqn.outvars)
     parts = (jnp.finfo(x.dtype).dtype for x in args if is_inexact(x))
     registers = Storage(max(parts, key=lambda dtype: dtype.itemsize), narrows=True)
-    evaluate = lambda closed, args: _evaluate(closed, list(map(primal_of, args)), registers)
+    evaluate = lambda closed, args: _evaluate(closed, list(map(array_of, args)), registers)
     return _CUSTOM[eqn.primitive.name](eqn, args, evaluate)
+
+
+def bind_recorded(eqn: JaxprEqn, args: Sequence[Any]) -> list:
+    """Binds an equation. Functions with a derivative of their own return arrays of the shapes that
+    the equation records."""
+    own = eqn.primitive.name in tables.CUSTOM
+    return custom_in_registers(eqn, args) if own else own_bind(eqn, args)
 
 
 def _as_recorded(eqn: JaxprEqn, out: Sequence[Any], of: Sequence[Any]) -> list[Any]:
@@ -91,17 +98,20 @@ def _as_recorded(eqn: JaxprEqn, out: Sequence[Any], of: Sequence[Any]) -> list[A
 
 
 # The derivative is traced separately for each use, since it depends on which operands have tangents
-# and on what that use keeps. Operands and results are arrays or jets without streams.
+# and on what that use keeps. Operands and results are arrays, or values without streams.
 
-Evaluate = Callable[[ClosedJaxpr, Sequence[Operand]], list[Operand]]
+Evaluate = Callable[[ClosedJaxpr, Sequence[Given]], list[Given]]
 
 
-def custom_jvp(eqn: JaxprEqn, operands: Sequence[Operand], evaluate: Evaluate) -> list[Operand]:
+def custom_jvp(eqn: JaxprEqn, operands: Sequence[Given], evaluate: Evaluate) -> list[Given]:
     """Returns the results of a `custom_jvp_call`. `evaluate` evaluates both the function and its
     derivative."""
 
     def push(primals, tangents, moving, like):
-        moved = [Jet(tangents[i]) if isinstance(primals[i], Jet) else tangents[i] for i in moving]
+        moved = [
+            Staged(Jet(tangents[i])) if isinstance(primals[i], Staged) else tangents[i]
+            for i in moving
+        ]
         out = evaluate(pushforward(eqn, moving), [*primals, *moved])
         live = [like[i] for i in differentiable(eqn.outvars)]
         return _in_dtypes(out[: len(like)], like), _in_dtypes(out[len(like) :], live)
@@ -109,7 +119,7 @@ def custom_jvp(eqn: JaxprEqn, operands: Sequence[Operand], evaluate: Evaluate) -
     return _with_tangents(eqn, operands, evaluate, push)
 
 
-def custom_vjp(eqn: JaxprEqn, operands: Sequence[Operand], evaluate: Evaluate) -> list[Operand]:
+def custom_vjp(eqn: JaxprEqn, operands: Sequence[Given], evaluate: Evaluate) -> list[Given]:
     """Returns the results of a `custom_vjp_call`. `evaluate` evaluates both of its rules."""
 
     def push(primals, tangents, moving, like):
@@ -119,9 +129,10 @@ def custom_vjp(eqn: JaxprEqn, operands: Sequence[Operand], evaluate: Evaluate) -
         kept, treedef = jax.tree.flatten(out[len(like) :])
 
         def backward(residuals, cotangents):
-            given = [*jax.tree.unflatten(treedef, residuals), *map(Jet, cotangents)]
+            moved = (Staged(Jet(x)) for x in cotangents)
+            given = [*jax.tree.unflatten(treedef, residuals), *moved]
             back = evaluate(backward_rule(), given)
-            return _in_dtypes(back, [primal_of(primals[i]) for i in moving])
+            return _in_dtypes(back, [array_of(primals[i]) for i in moving])
 
         moved = [tangents[i] for i in moving], [values[i] for i in live]
         return values, linear_by_pullback(backward, kept, *moved)
@@ -133,8 +144,8 @@ _CUSTOM = {"custom_jvp_call": custom_jvp, "custom_vjp_call": custom_vjp}
 
 
 def _with_tangents(
-    eqn: JaxprEqn, operands: Sequence[Operand], evaluate: Evaluate, push: Callable
-) -> list[Operand]:
+    eqn: JaxprEqn, operands: Sequence[Given], evaluate: Evaluate, push: Callable
+) -> list[Given]:
     """Calls the function of an equation with `push` as its derivative. `push` takes the operands,
     their tangents, the positions of the operands with tangents, and the results' types."""
     (closed,) = bodies_of(eqn)
@@ -147,11 +158,11 @@ def _with_tangents(
     function = jax.custom_jvp(body)
 
     def rule(primals, tangents):
-        tangents = list(map(primal_of, tangents))
+        tangents = list(map(array_of, tangents))
         live = differentiable(eqn.invars)
         moving = [i for i in live if not isinstance(tangents[i], SymbolicZero)]
         like = jax.eval_shape(body, *primals)
-        out, moved = push(primals, tangents, moving, list(map(primal_of, like)))
+        out, moved = push(primals, tangents, moving, list(map(array_of, like)))
         out = _as_recorded(eqn, out, eqn.outvars)
         places = differentiable(eqn.outvars)
         moved = _as_recorded(eqn, moved, [eqn.outvars[i] for i in places])
@@ -164,8 +175,8 @@ def _with_tangents(
     return function(*operands)
 
 
-def _in_dtypes(values: Sequence[Operand], like: Sequence[Any]) -> list[Any]:
-    pairs = zip(map(primal_of, values), like, strict=True)
+def _in_dtypes(values: Sequence[Given], like: Sequence[Any]) -> list[Any]:
+    pairs = zip(map(array_of, values), like, strict=True)
     return [jnp.asarray(x, y.dtype) if is_inexact(y) else x for x, y in pairs]
 
 
@@ -177,9 +188,9 @@ def _evaluate(closed: ClosedJaxpr, args: Sequence[Any], registers: Storage) -> l
         name = eqn.primitive.name
         if name in _CUSTOM:
             return custom_in_registers(eqn, operands)
-        if name in CALLS:
+        if name in tables.CALLS:
             return _evaluate(bodies_of(eqn)[0], operands, registers)
-        if name == "convert_element_type":
+        if name in tables.CASTS:
             dtypes = operands[0].dtype, eqn.params["new_dtype"]
             if all(jnp.issubdtype(d, jnp.floating) for d in dtypes):
                 return operands

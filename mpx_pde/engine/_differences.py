@@ -5,6 +5,7 @@ errors in its matrix. So the float32 sum that a product accumulates is used as i
 reaches a difference, a solve or the end of the program before it reaches the next product.
 """
 
+import functools as ft
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -12,9 +13,9 @@ import numpy as np
 
 from ..precision._dtypes import is_half
 from ..program import _tables as tables
-from ..program._flat import Constant, Flat, Step, flatten, variables
-from ..program._jaxpr import aval_of
-from ._near import bodies_in
+from ..program._flat import Constant, Flat, Step, flatten, reaching, variables
+from ..program._jaxpr import aval_of, bodies_of
+from ..program._rebind import bodies_in
 
 
 _FEW = 4
@@ -79,29 +80,25 @@ def _reaching(
     out = set(variables([x for i, x in enumerate(flat.outputs) if i in outputs]))
     for step in flat.steps:
         out.update(sinks(step))
-    inside: dict[tuple, list[int]] = {}
-    while True:
-        for step in reversed(flat.steps):
-            bodies, reached = bodies_in(step.eqn), not out.isdisjoint(step.outputs)
-            multiplies = step.name in tables.PRODUCTS and full.isdisjoint(step.outputs)
-            if reached and not bodies and not multiplies and _hands_on(step):
-                out.update(step.values)
-            places = tuple(i for i, x in enumerate(step.outputs) if x in out)
-            if bodies and (key := (id(step), places)) not in inside:
-                known = [i for i, x in enumerate(step.inputs) if _is_number(x, made, numbers)]
-                there = [i for i, x in enumerate(step.outputs) if x in full]
-                there = None if solved is None else there
-                inside[key] = _inside(step, bodies, places, sinks_of, there, known)
-                out.update(inside[key])
-        more = variables([flat.outputs[i] for i, j in carried if flat.inputs[j] in out])
-        if out.issuperset(more):
-            return out
-        out.update(more)
+
+    @ft.cache
+    def inside(step: Step, places: tuple[int, ...]) -> list[int]:
+        known = [i for i, x in enumerate(step.inputs) if _is_number(x, made, numbers)]
+        there = [i for i, x in enumerate(step.outputs) if x in full]
+        return _inside(step, places, sinks_of, None if solved is None else there, known)
+
+    def operands_of(step: Step) -> Iterable[int]:
+        if bodies_of(step.eqn):
+            return inside(step, tuple(i for i, x in enumerate(step.outputs) if x in out))
+        multiplies = step.name in tables.PRODUCTS and full.isdisjoint(step.outputs)
+        reached = not out.isdisjoint(step.outputs)
+        return step.values if reached and not multiplies and _hands_on(step) else ()
+
+    return reaching(flat, out, carried, operands_of)
 
 
 def _inside(
     step: Step,
-    bodies: Any,
     places: Collection[int],
     sinks_of: Any,
     solved: Collection[int] | None,
@@ -110,11 +107,11 @@ def _inside(
     """Returns the operands of an equation for which `_reaching` holds in the programs in it. The
     operands at the positions `known` repeat a constant scalar."""
     found: list[int] = []
-    for body, start, (first, stop) in bodies:
+    for body, start, carried in bodies_in(step.eqn):
         flat = flatten(body, forward_mode=True)
-        onward = [(i, first + i) for i in range(stop - first)]
+        onward = list(enumerate(carried))
         names = dict(enumerate(flat.inputs, start))
-        numbers = {names[i] for i in known if i in names and not first <= i - start < stop}
+        numbers = {names[i] for i in known if i in names and i - start not in carried}
         reaches = _reaching(flat, places, onward, sinks_of, solved, numbers)
         pairs = zip(flat.inputs, step.inputs[start:], strict=False)
         found += variables([x for k, x in pairs if k in reaches])
@@ -125,7 +122,7 @@ def _hands_on(step: Step) -> bool:
     """Returns whether an error of an operand of an equation may matter as much in its result."""
     if step.name in tables.CONSTANT or step.name == "fft":
         return False
-    if step.name == "convert_element_type":
+    if step.name in tables.CASTS:
         return not is_half(step.eqn.params["new_dtype"])
     if step.name not in tables.SUMS or step.name in tables.EXTREMES or not step.outputs:
         return True
@@ -161,8 +158,8 @@ def _subtracted_by(flat: Flat, numbers: Collection[int]) -> Callable[[Step], Ite
     def sinks(step: Step) -> Iterable[int]:
         if step.name in tables.SOLVES:
             return step.values
-        subtracts = step.name == "sub" or (
-            step.name == "add" and any(_is_negative(made.get(x)) for x in step.variables)
+        subtracts = step.name in tables.SUBTRACTIONS or (
+            step.name in tables.ADDITIONS and any(_is_negative(made.get(x)) for x in step.variables)
         )
         if not subtracts or len(step.values) != 2 or depends.isdisjoint(step.values):
             return ()
@@ -175,13 +172,13 @@ def _subtracted_by(flat: Flat, numbers: Collection[int]) -> Callable[[Step], Ite
 
 
 def _is_negative(step: Step | None) -> bool:
-    return step is not None and step.name == "neg"
+    return step is not None and step.name in tables.NEGATIONS
 
 
 def _is_number(x: Any, made: Mapping[Any, Step], numbers: Collection[int]) -> bool:
     """Returns whether an array repeats a constant scalar, or one of `numbers`."""
     step = made.get(x)
-    if step is None or step.name not in _REPEATS or len(step.inputs) != 1:
+    if step is None or step.name not in tables.SAME or len(step.inputs) != 1:
         return x in numbers or (isinstance(x, Constant) and np.ndim(x.value) == 0)
     return _is_number(step.inputs[0], made, numbers)
 
@@ -199,9 +196,8 @@ def _is_bias(step: Step, made: Mapping[Any, Step], depends: Collection[int]) -> 
     return False
 
 
-_REPEATS = tables.LAYOUT | {"convert_element_type"}
-_MOVED = tables.LAYOUT | {"convert_element_type", "select_n", "stop_gradient"}
-_SCALED = _MOVED | {"mul", "div", "max", "min"}
+_MOVED = tables.SAME | tables.SELECTS | {"stop_gradient"}
+_SCALED = _MOVED | tables.SCALINGS | {"max", "min"}
 
 
 def _is_centered(x: Any, y: Any, made: Mapping[Any, Step]) -> bool:

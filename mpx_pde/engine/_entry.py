@@ -11,32 +11,31 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array
 
 from .._util._notes import noting
 from ..precision._cast import convert, widen
 from ..precision._dtypes import asked_of_context, is_half, precision_of_user
-from ..precision._forward import Forward, forward_in, present_forward
+from ..precision._forward import Forward, forward_in, in_full_forward, present_forward
 from ..program import _tables as tables
+from ..program._flat import Step, evaluated, flatten
 from ..program._jaxpr import (
-    CALLS,
     aval_of,
-    bodies_of,
     equations_in,
     is_container,
     own_bind,
     trace_arrays,
-    walk,
 )
 from ._backward import Precisions, value_and_pullback
-from ._custom import own_in_registers
-from ._evaluate import Evaluator, Scaled
+from ._custom import custom_in_registers, own_in_registers
+from ._derivatives import Derivatives, Scaled
 from ._facts import DATA, MASTER, Fact, size_of
-from ._plan import Index, Plan
 from ._products import Product
-from ._rules import Rules
-from ._streams import RAW, Jet, Storage, is_inexact, tell, typed
+from ._storage import RAW, Staged, Storage, tell, typed
+from .taylor._jets import Jet, is_inexact
+from .taylor._plan import Index, Plan
+from .taylor._rules import Rules
 
 
 class Equation(NamedTuple):
@@ -72,7 +71,7 @@ def _evaluator(
     scales: Callable,
     note: list[Equation] | None,
     lost: dict[Index, Array],
-) -> Evaluator:
+) -> Derivatives:
     """Builds the evaluator of a program: as the surrounding loss asks, else from its own arrays."""
     told: dict[str, Any] = {"caller": source_info_util.current()}
     if note is not None:
@@ -86,12 +85,12 @@ def _evaluator(
         storage, product, along = Storage(narrow), Product(open=True), scales(forward.dtype)
         if along:
             told |= {"scaled": Scaled(along, forward.dtype), "lost": partial(tell, lost)}
-        return Evaluator(rules, storage, product, **told)
+        return Derivatives(rules, storage, product, **told)
     dtype = half_of(closed) if forward is None else forward.dtype
     scaled = {} if dtype is None else scales(dtype)
     # Masters in float64 may be narrowed; a program that asks for float64 keeps it.
     storage = Storage(narrow, dtype, scaled, narrows=forward is not None)
-    return Evaluator(rules, storage, Product(masters=forward is not None), **told)
+    return Derivatives(rules, storage, Product(masters=forward is not None), **told)
 
 
 def propagate(
@@ -106,7 +105,7 @@ def propagate(
     """Evaluates a function at a point, together with the derivatives of a plan.
 
     The function is traced once. Its equations are then evaluated on the value and its streams
-    together (see `_rules.py`).
+    together (see `taylor/_rules.py`).
 
     **Arguments:**
 
@@ -128,12 +127,12 @@ def propagate(
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         with precision_of_user():
             closed = jax.make_jaxpr(fun)(point)
-        rules, lost = Rules(plan, weights), dict[Index, Array]()
+        rules = Rules(plan, weights, custom_in_registers, summed=not in_full_forward())
+        lost = dict[Index, Array]()
         evaluator = _evaluator(closed, rules, scales, note, lost)
         if evaluator.scaled is not None:
-            weights = evaluator.scaled.weights(plan, weights)
-            evaluator = dataclasses.replace(evaluator, rules=Rules(plan, weights))
-        rules = evaluator.rules
+            rules = dataclasses.replace(rules, factors=evaluator.scaled.weights(plan, weights))
+            evaluator = dataclasses.replace(evaluator, rules=rules)
         streams: dict[Index, Any] = {(i,): x for i, x in enumerate(seeds) if (i,) in plan.indices}
         for key in rules.weights:
             first = rules.gather(key, lambda i: [(1, seeds[i[0]])] if len(i) == 1 else ())
@@ -141,10 +140,10 @@ def propagate(
                 streams[key] = first
 
         asked = {*plan.asked, *rules.weights}
-        (out,) = evaluator.program(closed, [Jet(point, streams, RAW)], asked)
-        if not isinstance(out, Jet):
+        (out,) = evaluator.program(closed, [Staged(Jet(point, streams), RAW)], asked)
+        if not isinstance(out, Staged):
             return widen(jnp.asarray(out)), {}, lost
-        out = evaluator.storage.loaded(out, closed.out_avals[0].dtype)
+        out = evaluator.storage.loaded(out.jet, closed.out_avals[0].dtype)
         if evaluator.scaled is not None:
             out = evaluator.scaled.leaving(out)
         shape = out.primal.shape
@@ -175,30 +174,25 @@ class InForward(eqx.Module):
         noted = noting(_NAMES_FLOAT32, TypeError, ValueError, about="float64")
         with forward_in(self.forward), noted:
             closed, leaves, assemble = trace_arrays(fun, args, kwargs)
-        out = _in_registers(closed, [x for _, x in leaves])
+        flat = flatten(closed, forward_mode=False)
+        out = evaluated(flat, [x for _, x in leaves], _bind_in_float64)
         return _states_as(program, assemble(out))
 
 
 _FLOAT64 = Storage(np.dtype(np.float64))
 
 
-def _in_registers(closed: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
-    """Evaluates a program in float64: a cast to float32 in it leaves values as they are."""
-
-    def evaluate(_: int, eqn: JaxprEqn, args: list) -> Sequence[Any]:
-        if eqn.primitive.name in CALLS:
-            return _in_registers(bodies_of(eqn)[0], args)
-        cast = eqn.primitive.name == "convert_element_type"
-        if cast and (args[0].dtype, eqn.params["new_dtype"]) == (np.float64, np.float32):
-            return args
-        pairs = zip(args, eqn.invars, strict=True)
-        alike = all(getattr(x, "dtype", None) == aval_of(v).dtype for x, v in pairs)
-        if alike or is_container(eqn):
-            return own_bind(eqn, typed(eqn, args))
-        return own_in_registers(eqn, args, _FLOAT64)
-
-    known = lambda atom: np.asarray(atom.val, atom.aval.dtype)
-    return walk(closed.jaxpr, closed.consts, operands, known, evaluate)
+def _bind_in_float64(step: Step, args: list[Any]) -> list:
+    """Binds an equation to float64 operands. A cast to float32 leaves values as they are."""
+    eqn = step.eqn
+    cast = eqn.primitive.name in tables.CASTS
+    if cast and (args[0].dtype, eqn.params["new_dtype"]) == (np.float64, np.float32):
+        return args
+    pairs = zip(args, eqn.invars, strict=True)
+    alike = all(getattr(x, "dtype", None) == aval_of(v).dtype for x, v in pairs)
+    if alike or is_container(eqn):
+        return own_bind(eqn, typed(eqn, args))
+    return own_in_registers(eqn, args, _FLOAT64)
 
 
 def linearized(

@@ -1,363 +1,75 @@
-"""Evaluates a program on streams."""
+"""Evaluates a program layer by layer, and layers equation by equation."""
 
-import dataclasses
-import functools as ft
-import operator
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any
+import abc
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Generic, TypeVar
 
 import equinox as eqx
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
-from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, JaxprEqn
-from jax.interpreters import ad
+from jax.extend.core import JaxprEqn
 
-from ..products._order import forward_only, gradients_in_turn, summed_apart
-from ..program import _tables as tables
-from ..program._flat import Step, flatten, moving_from, read
-from ..program._jaxpr import asks_what_moves, aval_of, bodies_of, in_context_of, own_bind
-from ..program._lines import line_of, site_of
-from ..program._references import with_references_inside
-from ._containers import Containers, enters
-from ._custom import own_in_registers
-from ._known import folded, only_moves
-from ._moments import with_moments
-from ._plan import Index, Plan, sum_key
-from ._products import Product, is_biased, is_weighted, only_names
-from ._roles import Role, stage_after
-from ._rules import Rules, aligned
-from ._segments import Part, apart_of, parts_of, roles_of, signature
-from ._streams import Jet, Storage, is_inexact, is_traced, tell, typed
+from ..program._flat import Flat, read
+from ._roles import AbstractRole
+from ._segments import Part, parts_of, signature
+from ._storage import Given, Staged, jet_of
+from .taylor._jets import is_traced
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Scaled:
-    """Streams in a loss that keeps values rounded to half: they are multiplied by their scales from
-    where they depend on more than the point, so that what is kept of them is in range.
+_Role = TypeVar("_Role", bound=AbstractRole)
+
+
+class AbstractEvaluator(abc.ABC, Generic[_Role]):
+    """Evaluates a program. A subclass says of each equation what it is multiplied in, what it is
+    computed in, and what is kept of it. It collects the facts for that beforehand, in a role.
 
     **Attributes:**
 
-    - `scales`: the scale of each stream and its inverse. The scale of a derivative is the product
-        of those of its directions.
-    - `half`: the dtype that the loss keeps values in.
-    """
-
-    scales: Mapping[Index, tuple[Any, Any]]
-    half: np.dtype = eqx.field(static=True)
-
-    def weights(self, plan: Plan, weights: Sequence[Sequence[Any]]) -> list[list[Any]]:
-        """Returns the factors of the summands of each sum, for summands with their scales. Seeds
-        are not scaled, so neither are summands of order one."""
-        out = []
-        for k, (factors, indices) in enumerate(zip(weights, plan.sums, strict=True)):
-            scale = self.scales[sum_key(k)][0]
-            own = []
-            for factor, index in zip(factors, indices, strict=True):
-                inverse = [self.scales[i,][1] for i in index] if len(index) > 1 else []
-                own.append(factor * ft.reduce(operator.mul, inverse, scale))
-            out.append(own)
-        return out
-
-    def entering(self, jet: Jet) -> Jet:
-        """Scales streams that are known while tracing, before they meet others."""
-        known = {k: s for k, s in jet.streams.items() if not is_traced(s)}
-        return dataclasses.replace(jet, streams={**jet.streams, **self.all_of(known)})
-
-    def leaving(self, jet: Jet) -> Jet:
-        """Returns a value with its streams without their scales."""
-        along = Storage(np.dtype("float32"), None, self.scales)
-        return jet.map(lambda x, key: along.unscaled(x, key) if is_traced(x) else x)
-
-    def all_of(self, streams: Mapping[Index, Any]) -> dict[Index, Any]:
-        along = Storage(np.dtype("float32"), None, self.scales)
-        return {k: along.scaled(jnp.asarray(s), k) for k, s in streams.items()}
-
-    def overflows(self, jets: Iterable[Jet]) -> dict[Index, Any]:
-        """Returns which streams of some values overflow if they are kept."""
-        limit, out = float(jnp.finfo(self.half).max), {}
-        for jet in jets:
-            for key, x in jet.streams.items():
-                if is_traced(x):
-                    tell(out, key, jnp.any(jnp.abs(x) > limit))
-        return out
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Evaluator:
-    """One evaluation: a PyTree whose leaves are the factors of its sums and the stream scales.
-
-    **Attributes:**
-
-    - `rules`: how streams pass through equations.
-    - `storage`: how streams are kept.
-    - `product`: how streams are multiplied. If they are `open`, a loss around this evaluation
-        chooses their precision and what is kept.
-    - `note`: called for each equation that depends on the point, with its line, the rule, and the
-        precision of a product. If given, equal layers are not shared.
-    - `scaled`: the scales of streams that the loss around keeps in half.
-    - `lost`: called with a stream of these and whether it overflows.
-    - `caller`: the place where the derivatives are asked for. A product in a layer of a library,
-        which has no line of the user's, is attributed to it.
     - `around`: the containers whose inside is evaluated, outermost first.
     """
 
-    rules: Rules
-    storage: Storage
-    product: Product = eqx.field(static=True)
-    note: Callable[[Step, str, str, str], None] | None = eqx.field(static=True, default=None)
-    scaled: Scaled | None = None
-    lost: Callable[[Index, Any], None] | None = eqx.field(static=True, default=None)
-    caller: Any = eqx.field(static=True, default=None)
-    around: tuple[JaxprEqn, ...] = eqx.field(static=True, default=())
+    around: tuple[JaxprEqn, ...]
 
-    def program(
-        self,
-        closed: ClosedJaxpr,
-        operands: Sequence[Any],
-        asked: Collection[Index] | None = None,
-        carried: Collection[tuple[int, int]] | None = None,
-        halves: Collection[int] = (),
-    ) -> list[Any]:
-        """Returns the results of a jaxpr. Operands and results are jets or arrays.
-
-        Only the streams that are `asked` for are valid, by default all (see `Role`). If the jaxpr
-        is the step of a loop, `carried` pairs results with the operands that they become.
-        """
-        flat = with_references_inside(flatten(closed, forward_mode=True))
-        env: dict[int, Any] = {k: c.value for k, c in flat.constants.items()}
-        env.update(zip(flat.inputs, operands, strict=True))
-        flat = with_moments(flat, [k for k, x in env.items() if isinstance(x, Jet)])
-        stages = {k: x.stage for k, x in env.items() if isinstance(x, Jet)}
-        plan = self.rules.plan
-        roles = roles_of(flat, stages, plan, asked or plan.everything, carried)
-        half = self.product.halves(flat, env, roles.stage, {flat.inputs[i] for i in halves})
-        traced = (k for k, x in env.items() if isinstance(x, Tracer))
-        streams = [k for k, x in env.items() if isinstance(x, Jet) and x.streams]
-        moving = frozenset(moving_from(flat, streams))
-        roles = roles._replace(half=half, apart=apart_of(flat, roles, traced), moving=moving)
-        _hold(env, tuple(env), roles)
+    def _run(self, flat: Flat, env: dict[int, Any], roles: _Role) -> list[Given]:
+        """Returns the results of a program, given its constants and operands in `env`."""
         alike: dict[Hashable, Callable] = {}
         for part in parts_of(flat, roles):
-            if part.alone:
-                self._step(part.steps[0], env, roles)
-            else:
-                self._layer(part, env, roles, alike)
-            # Values computed from held values alone have no derivative either.
-            if not roles.still.issuperset(part.inputs):
-                _hold(env, part.outputs, roles)
-        return [read(x, env) for x in flat.outputs]
+            self._part(part, env, roles, alike)
+        return [roles.staged(x, read(x, env)) for x in flat.outputs]
 
-    # One layer: the unit that the backward pass evaluates again.
-
-    def _layer(self, part: Part, env: dict[int, Any], roles: Role, alike: dict) -> None:
-        """Evaluates a layer. Equal layers are traced and differentiated once."""
-        values = [env[x] for x in part.inputs]
-        if self.lost is not None and self.scaled is not None:
-            for key, does in self.scaled.overflows(_kept_of(part, env, roles)).items():
-                self.lost(key, does)
-        if self.product.open or not (part.multiplies or part.checkpointed):
-            env.update(zip(part.outputs, self._inside(part, env, roles), strict=True))
-            return
-        asked = [roles.asked.get(k, ()) for k in part.inputs]
-        values = list(map(_asked_for, values, asked))
+    def _layer(self, part: Part, env: dict[int, Any], roles: _Role, alike: dict) -> None:
+        """Evaluates a layer, the unit that the backward pass evaluates again. Equal layers are
+        traced, differentiated and transposed once."""
+        values = self._entering(part, env, roles)
         # Values known while tracing stay known: what made them may have no derivative.
         traced, known = eqx.partition(values, is_traced)
-        key = object() if self.note else signature(part, roles, values)
+        key = signature(part, roles, values) if self._may_share(part, roles) else object()
         if key not in alike:
-            alike[key] = self._as_layer(part, known, roles)
+            alike[key] = self._as_layer(part, values, known, roles)
         env.update(zip(part.outputs, alike[key](traced), strict=True))
 
-    def _inside(self, part: Part, env: dict[int, Any], roles: Role) -> list[Any]:
-        """Returns the results of a layer as they are kept."""
-        for step in part.steps:
-            self._step(step, env, roles)
-        kept = lambda k: k in roles.stored and isinstance(env[k], Jet)
-        return [self.storage.stored(env[k]) if kept(k) else env[k] for k in part.outputs]
+    @abc.abstractmethod
+    def _part(self, part: Part, env: dict[int, Any], roles: _Role, alike: dict) -> None:
+        """Evaluates a part of a program: a layer, or an equation by itself."""
 
-    def _as_layer(self, part: Part, known: list[Any], roles: Role) -> Callable[[list], list]:
-        def layer(traced):
-            # Some functions insist on having no derivative, and a derivative of zeros is one.
-            values = map(_whole, eqx.combine(traced, known))
-            inner = dict(zip(part.inputs, values, strict=True))
-            _hold(inner, part.inputs, roles)
-            return self._inside(part, inner, roles)
+    @abc.abstractmethod
+    def _entering(self, part: Part, env: dict[int, Any], roles: _Role) -> list[Any]:
+        """Returns the values that a layer takes."""
 
-        run = jax.checkpoint(layer) if part.checkpointed else layer
-        return (lambda traced: run(_after_gradients(traced))) if part.multiplies else run
+    @abc.abstractmethod
+    def _may_share(self, part: Part, roles: _Role) -> bool:
+        """Returns whether equal layers are traced once."""
 
-    # One equation.
-
-    def _step(self, step: Step, env: dict[int, Any], roles) -> None:
-        operands = [read(x, env) for x in step.inputs]
-        outside = step.name in tables.PRODUCTS and not site_of(step.eqn).users
-        with in_context_of(step.eqn, self.caller if outside else None):
-            out, *told = self._results(step, operands, roles)
-        if self.note is not None and told:
-            self.note(step, line_of(step.eqn, (*self.around, *step.calls)), *told)
-        stages = {x: env[x].stage for x in step.variables if isinstance(env[x], Jet)}
-        stage = stage_after(step, stages)
-        for k, x, v in zip(step.outputs, out, step.eqn.outvars, strict=True):
-            if isinstance(x, Jet) and not enters(step.eqn, False):
-                x = dataclasses.replace(x, stage=stage)
-            if isinstance(x, Jet):
-                for key, stream in x.streams.items():
-                    # Otherwise it would be broadcast the wrong way.
-                    want = self.rules.plan.shape(key, aval_of(v).shape)
-                    assert np.shape(stream) == want, (step.name, key, np.shape(stream), want)
-                x = self.storage.computed(x.only(roles.asked.get(k, ())), aval_of(v).dtype)
-            env[k] = x
-
-    def _results(self, step: Step, operands: list[Any], roles) -> tuple[Any, ...]:
-        """Returns the results of an equation. If it depends on the point, also returns the rule
-        that gave them and the precision that a product was multiplied in."""
-        eqn, name = step.eqn, step.name
-        moves = any(isinstance(x, Jet) for x in operands)
-        if only_names(eqn, operands, self.storage):
-            # The value stays as it is and is loaded each time that it is used.
-            return (operands, "convert", "") if moves else (operands,)
-        if not moves:
-            return (own_bind(eqn, typed(eqn, operands)),)
-        if name in tables.PRODUCTS:
-            out, how = self._multiplied(step, operands, roles)
-            return out, "product", how
-        if self.scaled is not None and not only_moves(step, operands):
-            operands = [self.scaled.entering(x) if isinstance(x, Jet) else x for x in operands]
-        halves = [isinstance(x, Jet) and self.storage.is_stored(x.primal) for x in operands]
-        biased = is_biased(eqn, operands, halves)
-        # Loops and rules take values as they are.
-        loaded = self.storage.loaded
-        operands = [loaded(x, aval_of(v).dtype) for x, v in zip(operands, eqn.invars, strict=True)]
-        if enters(eqn, False):
-            found: dict[Index, Any] = {}
-            lost = self.lost and partial(tell, found)
-            inner = dataclasses.replace(self, lost=lost, around=(*self.around, *step.calls, eqn))
-            half = self.product.half_operands(step, operands, roles)
-            told = tuple(self.scaled.scales) if lost and self.scaled else ()
-            options = {"halves": half, "scaled": told, "found": found}
-            out = Containers(self.rules.plan, inner.program, loaded, **options)(eqn, operands)
-            while found and self.lost:
-                self.lost(*found.popitem())
-            if name == "while":
-                why = _NO_REVERSE.format(line_of(eqn, (*self.around, *step.calls)))
-                out = [jax.tree.map(partial(_forward_only, why), x) for x in out]
-            return out, name, ""
-        operands = aligned(eqn, operands)
-        weighted = is_weighted(eqn, operands, self.storage)
-        if weighted and name == "mul":
-            operands = _met_by_points(operands)
-        applies = name == "scatter" and eqn.params["update_jaxpr"] is not None
-        rule = None if applies else self.rules.find(eqn, operands)
-        if rule is not None:
-            if only_moves(step, operands):
-                out = folded(rule, eqn, operands, self.rules.plan)
-            else:
-                out = rule(eqn, operands)
-            if biased or weighted:
-                # A bias is added to the value only, not to its streams.
-                out = [self.storage.rounding(x, () if name == "mul" else x.streams) for x in out]
-            return out, rule.__name__.strip("_"), ""
-        known = eqn.primitive in ad.primitive_jvps or name in ("custom_jvp_call", "shard_map")
-        moving = [isinstance(x, Jet) and bool(x.streams) for x in operands]
-        if (name in tables.OPAQUE or applies or not known) and any(moving):
-            where = line_of(eqn, (*self.around, *step.calls))
-            if applies:
-                raise ValueError(
-                    f"JAX has no derivatives of `x.at[i].apply(f)`, which depends on the point at "
-                    f"{where}. Write `x.at[i].set(f(x[i]))`."
-                )
-            if name == "custom_vjp_call":
-                own_name = bodies_of(eqn)[0].jaxpr.debug_info.func_name
-                raise ValueError(
-                    f"The `custom_vjp` function `{own_name}` at {where} depends on the point, but "
-                    "what it computes has the derivative zero, and its own derivative serves "
-                    "reverse mode alone. Give it by `jax.custom_jvp`, or, for rounding whose "
-                    "derivative is that of the identity, write "
-                    "`x + jax.lax.stop_gradient(jnp.round(x) - x)`."
-                )
-            raise ValueError(
-                f"There are no derivatives of the primitive {name!r} at {where}, which "
-                "depends on the point. Take it out of the function that is differentiated, or "
-                "put `jax.lax.stop_gradient` around its operands."
-            )
-        own = lambda *args: own_in_registers(eqn, args, self.storage)
-        if name == "custom_linear_solve":
-            lengths = eqn.params["const_lengths"]
-            # Parameters of the solver, such as a tolerance, do not enter the derivative.
-            if not any(moving[: lengths.matvec + lengths.vecmat]):
-                return self.rules.solved(own, operands, sum(lengths)), "linear", ""
-        asked = asks_what_moves(eqn)
-        moves = [i for i, x in enumerate(step.inputs) if asked and x in roles.moving]
-        out = self.rules.nested(own, operands, moves)
-        return out, "nested", "no rule: by nested forward mode"
-
-    def _multiplied(self, step: Step, operands: list[Any], roles: Role) -> tuple[list[Jet], str]:
-        """Returns a product, and the dtypes that it was multiplied in."""
-        jets = [x for x in operands if isinstance(x, Jet)]
-        known = {k for x in jets for k, s in x.streams.items() if not is_traced(s)}
-        late = len(jets) == 1
-        if self.scaled is not None and not late:
-            operands = [self.scaled.entering(x) if isinstance(x, Jet) else x for x in operands]
-        (out,), how = self.product(step, operands, roles, self.storage, self.rules)
-        if self.scaled is not None and late:
-            # The product with a known direction is cheaper than that with a scaled one.
-            scaled = self.scaled.all_of({k: s for k, s in out.streams.items() if k in known})
-            out = dataclasses.replace(out, streams={**out.streams, **scaled})
-        return [out], how
+    @abc.abstractmethod
+    def _as_layer(
+        self, part: Part, values: list[Any], known: list[Any], roles: _Role
+    ) -> Callable[[list], list]:
+        """Returns a layer as a function of its values that are traced, given those that are not,
+        and all of them as they enter."""
 
 
-def _kept_of(part: Part, env: Mapping[int, Any], roles: Role) -> list[Jet]:
-    """Returns what a loss may keep of a layer: the values that enter it."""
-    return [env[k] for k in part.inputs if k in roles.stored and isinstance(env[k], Jet)]
-
-
-_NO_REVERSE = (
-    "Reverse-mode differentiation does not work for derivatives in the coordinates of the "
-    "`while_loop` at {}. A loss that contains them needs a loop with a bounded number of steps: "
-    "`adjoint=diffrax.DirectAdjoint()` for Diffrax, `optimistix.ImplicitAdjoint()` for Optimistix, "
-    "`kind='bounded'` for the loops of Equinox, or `jax.lax.scan`."
-)
-
-
-def _forward_only(why: str, x: Any) -> Any:
-    return forward_only(x, why) if is_traced(x) and is_inexact(x) else x
-
-
-def _hold(env: dict[int, Any], keys: Iterable[int], roles: Role) -> None:
-    """Stops the gradients of values whose derivatives lead nowhere. Known values stay known."""
-    hold = lambda x: lax.stop_gradient(x) if is_traced(x) else x
-    env.update((k, jax.tree.map(hold, env[k])) for k in keys if k in roles.still)
-
-
-def _met_by_points(operands: Sequence[Any]) -> list[Any]:
-    """Returns the operands, with the weight's gradient summed over the points separately."""
-    (jet,) = (x for x in operands if isinstance(x, Jet))
-    return [x if x is jet else summed_apart(x, jet.primal) for x in operands]
-
-
-def _asked_for(x: Any, asked: Collection[Index]) -> Any:
-    """Returns a jet that enters a layer. A value that nobody asks for is replaced by its shape."""
-    if not isinstance(x, Jet) or () in asked:
-        return x
-    return dataclasses.replace(x, primal=jax.ShapeDtypeStruct(x.primal.shape, x.primal.dtype))
-
-
-def _whole(x: Any) -> Any:
-    """Replaces a shape from `_asked_for` by zeros, inside the layer."""
-    shape = x.primal if isinstance(x, Jet) else None
-    if not isinstance(shape, jax.ShapeDtypeStruct):
-        return x
-    return dataclasses.replace(x, primal=jnp.zeros(shape.shape, shape.dtype))
-
-
-def _after_gradients(values: Sequence[Any]) -> list[Any]:
-    """Returns the inputs of a layer. In the backward pass the gradients of its arrays come before
-    the cotangents that go on: XLA for GPUs chooses layouts by this order."""
-    is_jet = lambda x: isinstance(x, Jet)
-    parts = eqx.partition(list(values), lambda x: not is_jet(x), is_leaf=is_jet)
-    return eqx.combine(*gradients_in_turn(*parts), is_leaf=is_jet)
+def entering(flat: Flat, operands: Sequence[Given]) -> tuple[dict[int, Any], dict[int, int]]:
+    """Returns the values of the constants and operands of a program, and the stages of those that
+    depend on the point."""
+    env: dict[int, Any] = {k: c.value for k, c in flat.constants.items()}
+    env.update(zip(flat.inputs, map(jet_of, operands), strict=True))
+    pairs = zip(flat.inputs, operands, strict=True)
+    return env, {k: x.stage for k, x in pairs if isinstance(x, Staged)}

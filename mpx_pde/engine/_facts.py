@@ -10,6 +10,7 @@ import dataclasses
 import functools as ft
 import math
 import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -17,10 +18,13 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ..program import _tables as tables
-from ..program._flat import Constant, Step, flatten
+from ..program._flat import Constant, Flat, Step, flatten
 from ..program._jaxpr import aval_of, bodies_of, scopes_of
 from ._roles import is_wild
-from ._streams import WILD, is_inexact
+from ._segments import is_light
+from ._storage import WILD
+from .taylor._jets import is_inexact
+from .taylor._rules import KEPT_TERMS
 
 
 CONSTANT, MASTER, DATA, COMPUTED = range(4)
@@ -30,10 +34,6 @@ those of its operands."""
 
 RECOMPUTED = "mpx_pde.computed_again"
 """The scope of a `jax.checkpoint`: its products are computed again from what enters it."""
-
-KEPT_TERMS = "mpx_pde.kept_terms"
-"""The scope of sums that may be computed again from their terms, because their results are of the
-size of these: in the rules for derivatives, and in blocks of a neural operator."""
 
 Sign = tuple[Any, int] | None
 """The sign of a value: that of a variable, or of 1, times +1 or -1; `None` if it is not known."""
@@ -82,7 +82,7 @@ class Facts:
     operands: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     made: dict[int, Step] = dataclasses.field(default_factory=dict)
 
-    def add(self, step: Step) -> None:
+    def _add(self, step: Step) -> None:
         """Adds the results of a step whose operands have facts."""
         level = ft.reduce(operator.or_, map(self.level, step.variables), CONSTANT)
         again = self._operands_again(step, level)
@@ -109,7 +109,7 @@ class Facts:
         """Returns the variables that a step can be evaluated again from; `None` if it cannot."""
         name, values = step.name, tuple(dict.fromkeys(step.variables))
         multiplies = name in tables.PRODUCTS and bool(region_of(step.eqn))
-        if step.eqn.effects or not (multiplies or _is_light(step)):
+        if step.eqn.effects or not (multiplies or is_light(step.eqn)):
             return None
         if level < COMPUTED or multiplies:
             return values
@@ -119,9 +119,9 @@ class Facts:
             return values
         if name in tables.ADDITIONS:
             return self._operands_of_sum(step, values)
-        if name == "exp" and self.sign(step.inputs[0]) == (1, -1):
+        if self._decays(step):
             return values
-        if name == "custom_jvp_call" and self._inside(step):
+        if name in tables.PUSHES and self._inside(step):
             return values
         return None
 
@@ -134,7 +134,7 @@ class Facts:
         if any(self.level(x) == MASTER and self._is_wide(x) for x in (a, b)):
             return values
         signs = self.sign(a), self.sign(b)
-        if step.name == "sub" and signs[1] is not None:
+        if step.name in tables.SUBTRACTIONS and signs[1] is not None:
             signs = signs[0], (signs[1][0], -signs[1][1])
         if signs[0] is not None and signs[0] == signs[1]:
             return values
@@ -161,7 +161,7 @@ class Facts:
             level, width = (outside.level, outside.width) if outside else (CONSTANT, 1)
             inner.of[k] = Fact(level, sign, None, width)
         for one in flat.steps:
-            inner.add(one)
+            inner._add(one)
         return all(
             inner.level(x) < COMPUTED or x in inner.operands for s in flat.steps for x in s.outputs
         )
@@ -199,33 +199,47 @@ class Facts:
         name, signs = step.name, list(map(self.sign, step.inputs))
         if not signs or not all(is_inexact(v.aval) for v in step.eqn.outvars):
             return None
-        if name in tables.POSITIVE or name == "erfc" or _is_even(step):
+        if name in tables.POSITIVE or _is_even(step):
             return 1, 1
-        if name in ("mul", "div"):
+        if name in tables.SCALINGS:
             return _product(*signs)
-        if name == "neg":
+        if name in tables.NEGATIONS:
             return None if signs[0] is None else (signs[0][0], -signs[0][1])
-        if name in ("add", "add_any") and signs[0] is not None and signs[0] == signs[1]:
-            return signs[0]
-        if name in tables.ODD or (name == "integer_pow" and not _is_even(step)):
+        if name in tables.ADDITIONS - tables.SUBTRACTIONS:
+            return signs[0] if signs[0] == signs[1] else None
+        if name in tables.ODD or step.power is not None:
             return signs[0]
         if name in tables.MOVES and len(signs) == 1:
             return signs[0]
-        return (1, 1) if name == "max" and (1, 1) in signs else None
+        return (1, 1) if name in tables.MAXIMA and (1, 1) in signs else None
+
+    def _decays(self, step: Step) -> bool:
+        return step.name in tables.DECAYING and self.sign(step.inputs[0]) == (1, -1)
 
     def _root(self, step: Step) -> int | None:
         """Returns the variable that a bounded value is a function of."""
         name, moving = step.name, {x for x in step.variables if self.of[x].level == COMPUTED}
-        if name in tables.SATURATING or (name == "exp" and self.sign(step.inputs[0]) == (1, -1)):
+        if name in tables.SATURATING or self._decays(step):
             return moving.pop() if len(moving) == 1 else None
-        if name in _BOUNDED_TOO:
+        if name in _BOUNDED_TOO or step.power is not None:
             roots = {self.of[x].root for x in moving}
             return roots.pop() if len(roots) == 1 else None
         return None
 
 
-_BOUNDED_TOO = tables.MOVES | tables.ADDITIONS | {"mul", "neg", "square", "integer_pow"}
+_BOUNDED_TOO = tables.MOVES | tables.ADDITIONS | tables.MULTIPLICATIONS | tables.NEGATIONS
 """Operations whose result is bounded if their operands are."""
+
+
+def facts_of(flat: Flat, given: Sequence[Fact], half: np.dtype) -> Facts:
+    """Returns the facts of a program whose operands have the facts `given`."""
+    facts = Facts(half)
+    for k, c in flat.constants.items():
+        facts.of[k] = Fact(DATA if np.ndim(c.value) else CONSTANT, width=int(np.size(c.value)))
+    facts.of.update(zip(flat.inputs, given, strict=True))
+    for step in flat.steps:
+        facts._add(step)
+    return facts
 
 
 def size_of(aval: Any) -> int:
@@ -249,12 +263,4 @@ def _product(a: Sign, b: Sign) -> Sign:
 
 
 def _is_even(step: Step) -> bool:
-    return step.name == "square" or (step.name == "integer_pow" and step.eqn.params["y"] % 2 == 0)
-
-
-def _is_light(step: Step) -> bool:
-    """Returns whether a step costs hardly more than reading its operands."""
-    if step.name in ("custom_jvp_call", "jit"):
-        inside = [e for b in bodies_of(step.eqn) for e in b.jaxpr.eqns]
-        return all(e.primitive.name in (*tables.LIGHT, "jit") for e in inside)
-    return step.name in tables.LIGHT
+    return step.power is not None and step.power % 2 == 0

@@ -13,10 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..program import _tables as tables
+from ..program._deviations import with_deviations_once
 from ..program._flat import Constant, Flat, Step, flatten, variables
 from ..program._jaxpr import bodies_of
-from ..program._rebind import scan_counts
-from ._facts import COMPUTED, CONSTANT, DATA, Fact, Facts, region_of, size_of as entries_of
+from ..program._rebind import bodies_in, scan_counts
+from ._facts import (
+    COMPUTED,
+    CONSTANT,
+    DATA,
+    Fact,
+    Facts,
+    facts_of,
+    region_of,
+    size_of as entries_of,
+)
 from ._keeping import chosen, unrounded
 
 
@@ -55,12 +65,7 @@ def make_plan(
     half: np.dtype,
 ) -> Plan:
     """Plans what a program keeps. `given` holds the facts of its operands."""
-    facts = Facts(half)
-    for k, c in forward.constants.items():
-        facts.of[k] = Fact(DATA if np.ndim(c.value) else CONSTANT, width=int(np.size(c.value)))
-    facts.of.update(zip(forward.inputs, given, strict=True))
-    for step in forward.steps:
-        facts.add(step)
+    facts = facts_of(forward, given, half)
     loops, stacked = _loops_of(forward, backward, wanted, facts, half)
     inside = {t.inputs[i] for t in backward.steps if id(t) in stacked for i in stacked[id(t)][1]}
     reads = {x for k, x in wanted.items() if k not in inside and not isinstance(x, Constant)}
@@ -97,10 +102,13 @@ def make_plan(
     return Plan(forward, backward, wanted, facts, kept, given_again, loops, stacked)
 
 
-_MULTIPLIES = tables.PRODUCTS | {"mul", "div", "select_n"}
+_MULTIPLIES = tables.PRODUCTS | tables.SCALINGS | tables.SELECTS
 """Operations of a backward program that are linear in each value that they read."""
 
-_MOVES = tables.LAYOUT | {"convert_element_type", "neg"}
+_MOVES = tables.SAME | tables.NEGATIONS
+
+_MULTIPLIED_INSIDE = (tables.CALLS | tables.LOOPS | {"shard_map"}) - tables.UNBOUNDED
+"""Containers that JAX's own derivatives are in."""
 
 
 def _read_exactly(backward: Flat, wanted: Collection[int]) -> set[int]:
@@ -122,25 +130,19 @@ def _read_exactly(backward: Flat, wanted: Collection[int]) -> set[int]:
 
 def _multiplied_inside(step: Step, of: Mapping[int, set[int]]) -> set[int]:
     """Returns the operands that a container only multiplies by."""
-    if step.name not in ("scan", "cond", "shard_map", "jit"):
+    given = set[int]().union(*(of.get(x, ()) for x in step.variables))
+    if step.name not in _MULTIPLIED_INSIDE:
         return set()
-    first = 1 if step.name == "cond" else 0
-    carried = range(0)
-    if step.name == "scan":
-        n_consts, n_carry = scan_counts(step.eqn)
-        carried = range(n_consts, n_consts + n_carry)
-    chosen_by = variables([step.inputs[i] for i in (*range(first), *carried)])
-    exact = set[int]().union(*(of.get(x, ()) for x in chosen_by))
-    for body in bodies_of(step.eqn):
+    exact = set[int]()
+    for body, start, carried in bodies_in(step.eqn):
         flat = flatten(body, forward_mode=False, sharded=True)
-        pairs = enumerate(zip(flat.inputs, step.inputs[first:], strict=True), first)
-        inside = {
-            k: of[x]
-            for i, (k, x) in pairs
-            if not isinstance(x, Constant) and x in of and i not in carried
-        }
+        chosen_by = [*step.inputs[:start], *(step.inputs[start + i] for i in carried)]
+        exact.update(*(of.get(x, ()) for x in variables(chosen_by)))
+        pairs = enumerate(zip(flat.inputs, step.inputs[start:], strict=True))
+        moving = ((k, x) for i, (k, x) in pairs if i not in carried)
+        inside = {k: of[x] for k, x in moving if not isinstance(x, Constant) and x in of}
         exact.update(*(inside[k] for k in _read_exactly(flat, inside)))
-    return set[int]().union(*(of.get(x, ()) for x in step.variables)) - exact
+    return given - exact
 
 
 def _leaving_regions(flat: Flat) -> set[int]:
@@ -221,7 +223,7 @@ def _transposes(t: Step, s: Step) -> bool:
 
 def _plan_of_bodies(s: Step, t: Step, places: dict[int, int], facts: Facts, half: np.dtype) -> Plan:
     bodies = [flatten(bodies_of(x.eqn)[0], forward_mode=False, sharded=True) for x in (s, t)]
-    forward, backward = bodies
+    forward, backward = with_deviations_once(bodies[0]), bodies[1]
     n_consts, n_carry = scan_counts(s.eqn)
     given = []
     for i, x in enumerate(s.inputs):

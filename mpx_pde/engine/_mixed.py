@@ -7,9 +7,8 @@ may be stored in half, between products and for the backward pass.
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
@@ -21,21 +20,23 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from ..products._order import rounded_cotangent
 from ..program import _tables as tables
 from ..program._flat import Flat, Step, flatten, read, variables
-from ..program._jaxpr import bodies_of, contains, in_context_of, is_container, own_bind
+from ..program._jaxpr import bodies_of, contains, is_container, own_bind
 from ..program._lines import source_of
 from ..program._products import asks_for_more, says_its_dtype
 from ._containers import Containers, enters
 from ._custom import own_in_registers
 from ._derivative_of import with_derivative_of
 from ._differences import Wide, wide_in
-from ._moments import moments_p, with_moments
+from ._evaluate import AbstractEvaluator, entering
 from ._near import near_numbers, summed_in
-from ._plan import Plan
 from ._products import FULL, full_product, gives_way, half_product, is_biased, split_product
-from ._roles import Role, is_wild
-from ._rules import Rules
-from ._segments import Part, is_light, multiplied_only, parts_of, signature
-from ._streams import DEEP, WILD, Jet, Storage, cast, is_inexact, is_traced, primal_of, typed
+from ._roles import AbstractRole, as_key, is_wild
+from ._segments import Part, is_light, multiplied_only
+from ._storage import DEEP, WILD, Staged, Storage, array_of, typed
+from .taylor._jets import Jet, cast, is_inexact, primal_of
+from .taylor._moments import moments_p, squares_p, with_moments
+from .taylor._plan import Plan
+from .taylor._rules import JET_RULES, Rules
 
 
 _RULES_OF_VALUES = Rules(Plan(()))
@@ -61,7 +62,46 @@ class Rule(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Mixed:
+class MixedRole(AbstractRole):
+    """The facts for an evaluation in which each equation has a precision of its own.
+
+    **Attributes:**
+
+    - `stored`: the variables that count as half. The evaluation adds those that it finds.
+    - `rules`: the rule of each equation, by the `id` of its step.
+    - `near`: the variables that are not rounded when they leave a layer, see `near_numbers` and
+        `wide_in`.
+    - `solved`: the variables that reach a factorization or a solve, see `wide_in`.
+    - `scores`: the results of products of many matrices, such as the scores of attention.
+    - `numbers`: the masters that are numbers known while tracing. The evaluation adds them.
+    """
+
+    stage: dict[int, int]
+    reached: dict[int, int]
+    final: set[int]
+    stored: set[int]
+    rules: dict[int, Rule]
+    near: set[int]
+    solved: set[int]
+    scores: set[int]
+    numbers: dict[int, Any]
+    apart: ClassVar = frozenset[int]()
+
+    def of(self, x: int) -> tuple[Hashable, ...]:
+        sets = self.final, self.stored, self.scores, self.near
+        return self.stage.get(x), as_key(self.numbers.get(x)), *(x in every for every in sets)
+
+    def rule(self, step: Step) -> Rule:
+        return self.rules[id(step)]
+
+    def kind(self, step: Step) -> str:
+        # Slow equations and products are not evaluated again. Moves of masters are, so that what
+        # masters are broadcast to is not kept.
+        return "light" if is_light(step.eqn) else "alone"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixed(AbstractEvaluator[MixedRole]):
     """An evaluation of a program without streams.
 
     A value is an array or a jet without streams. Arrays are masters, or masters that were moved.
@@ -85,10 +125,10 @@ class Mixed:
         """Returns the results of a jaxpr in its own dtypes. Its operands are masters, except those
         that it has in half."""
         operands = [
-            Jet(x) if is_inexact(v) and v.dtype == self.dtype else x
+            Staged(Jet(x)) if is_inexact(v) and v.dtype == self.dtype else x
             for x, v in zip(arrays, closed.in_avals, strict=True)
         ]
-        out = map(primal_of, self.program(closed, operands))
+        out = map(array_of, self.program(closed, operands))
         return [
             cast(jnp.asarray(x), v.dtype) if is_inexact(v) else x
             for x, v in zip(out, closed.out_avals, strict=True)
@@ -108,29 +148,31 @@ class Mixed:
         **_: Any,
     ) -> list[Any]:
         flat = flatten(closed, forward_mode=False, sharded=True)
-        env: dict[int, Any] = {k: c.value for k, c in flat.constants.items()}
-        env.update(zip(flat.inputs, operands, strict=True))
+        env, stage = entering(flat, operands)
         if self.listener is None:
             # A listener overrides and reports the program as it is.
             flat = with_moments(flat, env)
         rounds = near_numbers(flat, near or (), carried or ())
         wide = wide_in(flat, near, solved, carried or ())
-        roles = self._roles(flat, env, rounds, wide)
-        alike: dict[Hashable, Callable] = {}
-        for part in parts_of(flat, roles):
-            run = self._equation if part.alone else self._layer
-            run(part, env, roles, alike)
+        roles = self._roles(flat, env, stage, rounds, wide)
+        out = self._run(flat, env, roles)
         if self.listener is not None:
             self.listener.program(flat, roles)
-        return [read(x, env) for x in flat.outputs]
+        return out
 
-    def _roles(self, flat: Flat, env: Mapping[int, Any], near: set[int], wide: Wide) -> Role:
+    def _roles(
+        self,
+        flat: Flat,
+        env: Mapping[int, Any],
+        stage: dict[int, int],
+        near: set[int],
+        wide: Wide,
+    ) -> MixedRole:
         """Returns the roles of variables, given those that are `near` a number (`near_numbers`),
         and those that are `wide` because of what follows (`wide_in`).
         `stored` holds halves, and computed values that only half products read; the evaluation adds
         the others. `final` holds the variables that must not be stored in half."""
         rules = {id(s): self._rule(s.eqn, (*self.around, *s.calls)) for s in flat.steps}
-        stage = {k: x.stage for k, x in env.items() if isinstance(x, Jet)}
         for step in flat.steps:
             if not _moves_masters(step, stage):
                 # Derivatives would overflow or vanish in float16.
@@ -148,8 +190,8 @@ class Mixed:
         near -= summed_in(flat, stage)
         if self.algorithm is None:
             near |= wide.unrounded
-        roles = Role(stage, final, stored, {}, rules=rules, numbers={}, scores=scores)
-        return roles._replace(near=near, solved=wide.solved)
+        reached = dict(stage)
+        return MixedRole(stage, reached, final, stored, rules, near, wide.solved, scores, {})
 
     def governs(self, aval: Any) -> bool:
         """Returns whether a value is float32 or half in the program. All others (integers, bools,
@@ -206,18 +248,31 @@ class Mixed:
     def _is_half(self, x: Any) -> bool:
         return isinstance(x, Jet) and x.primal.dtype == self.dtype
 
-    def _layer(self, part: Part, env: dict[int, Any], roles: Role, alike: dict) -> None:
-        """Evaluates a layer. The backward pass evaluates it again if it is checkpointed and takes
-        halves. Equal layers are traced, differentiated and transposed once."""
-        values = [env[x] for x in part.inputs]
-        traced, known = eqx.partition(values, is_traced)
-        alone = self.listener or not roles.stage.keys() >= set(part.outputs)
-        pairs = zip(part.inputs, values, strict=True)
+    def _part(self, part: Part, env: dict[int, Any], roles: MixedRole, alike: dict) -> None:
+        if not part.alone:
+            self._layer(part, env, roles, alike)
+            roles.stored.update(k for k in part.outputs if self._is_half(env[k]))
+            return
+        (step,) = part.steps
+        self._step(step, env, roles, {x for x in step.variables if self._is_half(env[x])})
+        env.update((x, self._leaving(x, env, roles, step)) for x in step.outputs)
+
+    def _entering(self, part: Part, env: dict[int, Any], roles: MixedRole) -> list[Any]:
+        return [env[k] for k in part.inputs]
+
+    def _may_share(self, part: Part, roles: MixedRole) -> bool:
+        return self.listener is None and roles.stage.keys() >= set(part.outputs)
+
+    def _as_layer(
+        self, part: Part, values: list[Any], known: list[Any], roles: MixedRole
+    ) -> Callable[[list], list]:
+        """Returns a layer. The backward pass evaluates it again if it is checkpointed and takes
+        halves."""
+        pairs = list(zip(part.inputs, values, strict=True))
         kept = any(self._is_half(x) or (isinstance(x, Jet) and k in roles.near) for k, x in pairs)
         again = part.checkpointed and kept
-        pairs = zip(part.inputs, values, strict=True)
         scores = {k for k, x in pairs if again and k in roles.scores and self._is_half(x)}
-        key = object() if alone else signature(part, roles, values)
+        made = {x: step for step in part.steps for x in step.outputs}
 
         def layer(traced, one=None):
             given = eqx.combine(traced, known)
@@ -230,33 +285,23 @@ class Mixed:
                 self._step(step, inner, roles, halves)
             return [self._leaving(x, inner, roles, made[x]) for x in part.outputs]
 
-        made = {x: step for step in part.steps for x in step.outputs}
-        if key not in alike:
-            wrap = _evaluated_again if scores else jax.checkpoint
-            alike[key] = wrap(layer) if again else layer
-        out = alike[key](traced)
-        env.update(zip(part.outputs, out, strict=True))
-        roles.stored.update(k for k, x in zip(part.outputs, out, strict=True) if self._is_half(x))
+        wrap = _evaluated_again if scores else jax.checkpoint
+        return wrap(layer) if again else layer
 
-    def _equation(self, part: Part, env: dict[int, Any], roles: Role, _: Any) -> None:
-        (step,) = part.steps
-        self._step(step, env, roles, {x for x in step.variables if self._is_half(env[x])})
-        env.update((x, self._leaving(x, env, roles, step)) for x in step.outputs)
-
-    def _leaving(self, k: int, env: Mapping[int, Any], roles: Role, step: Step) -> Any:
+    def _leaving(self, k: int, env: Mapping[int, Any], roles: MixedRole, step: Step) -> Any:
         """Returns a result of `step` as it is kept. A cast gets the line of the step."""
         x = env[k]
         if not isinstance(x, Jet) or k not in roles.stored or k in roles.near:
             return x
-        with _in_context_of(step):
+        with step.context(source_of(step.eqn, step.calls)):
             return self.storage.stored(x)
 
-    def _step(self, step: Step, env: dict[int, Any], roles: Role, halves: set[int]) -> None:
+    def _step(self, step: Step, env: dict[int, Any], roles: MixedRole, halves: set[int]) -> None:
         """Evaluates an equation. `halves` are variables that are half, or were loaded from half."""
         around = (*self.around, *step.calls)
         operands = [read(x, env) for x in step.inputs]
         self._follow(step, operands, roles)
-        with _in_context_of(step):
+        with step.context(source_of(step.eqn, step.calls)):
             out = self._results(step, operands, roles)
             held = [x in halves for x in step.inputs]
             if is_biased(step.eqn, operands, held):
@@ -264,25 +309,28 @@ class Mixed:
         if step.eqn.primitive.name in tables.MOVES and all(held):
             halves.update(step.outputs)
         for k, x in zip(step.outputs, out, strict=True):
-            env[k] = Jet(primal_of(x), {}, roles.stage[k]) if k in roles.stage else x
+            env[k] = Jet(primal_of(x)) if k in roles.stage else x
+            if k in roles.stage:
+                roles.reached[k] = roles.stage[k]
         roles.stored.update(k for k in step.outputs if self._is_half(env[k]))
-        if step.name in tables.PRODUCTS and roles.rules[id(step)].name == "product":
+        if step.name in tables.PRODUCTS and roles.rule(step).name == "product":
             # What follows from it may be stored in half, even where this result is not rounded.
             roles.stored.update(step.outputs)
         if self.listener is not None:
             results = [env[k] for k in step.outputs]
             self.listener.operation(step, around, operands, results, roles)
 
-    def _results(self, step: Step, operands: list[Any], roles: Role) -> list[Any]:
-        eqn, rule, half = step.eqn, roles.rules[id(step)], self.storage.dtype
+    def _results(self, step: Step, operands: list[Any], roles: MixedRole) -> list[Any]:
+        eqn, rule, half = step.eqn, roles.rule(step), self.storage.dtype
         values = list(map(primal_of, operands))
-        if enters(eqn, True, mixed=True) and self._concerns(eqn, operands):
+        if enters(eqn, mixed=True) and self._concerns(eqn, operands):
             inner = dataclasses.replace(self, around=(*self.around, *step.calls, eqn))
             near = [i for i, x in enumerate(step.outputs) if x in roles.near]
             solved = [i for i, x in enumerate(step.outputs) if x in roles.solved]
             program = partial(inner.program, near=near, solved=solved)
             enter = Containers(Plan(()), program, self.storage.loaded, mixed=True)
-            return enter(eqn, operands)
+            given = list(map(roles.staged, step.inputs, operands))
+            return roles.received(step, enter(eqn, given))
         if rule.name == "own":
             return own_bind(eqn, typed(eqn, values))
         if eqn.primitive.name in tables.PRODUCTS:
@@ -293,16 +341,16 @@ class Mixed:
         stored = bool(step.outputs) and (roles.stored - roles.near).issuperset(step.outputs)
         moves = rule.name != "convert" and not is_light(eqn) and not is_container(eqn)
         # A value may be gathered many times. Its cotangents are summed in float32.
-        moves = moves and eqn.primitive.name != "gather"
+        moves = moves and eqn.primitive.name not in tables.GATHERS
         if rule.name == "half" or (stored and moves):
             # Operations outside of layers, such as sorts and collectives, take halves.
             return own_bind(eqn, [cast(x, half) if is_inexact(x) else x for x in values])
         loaded = list(map(primal_of, map(self.storage.loaded, operands)))
         if rule.name == "convert":
             return loaded
-        if eqn.primitive is moments_p:
-            (x,) = loaded
-            return _RULES_OF_VALUES.moments(eqn, [Jet(x)])
+        if eqn.primitive in (moments_p, squares_p):
+            rule = JET_RULES[eqn.primitive.name]
+            return rule.apply(_RULES_OF_VALUES, eqn, list(map(Jet, loaded)))
         return own_in_registers(eqn, loaded, self.storage)
 
     def _concerns(self, eqn: JaxprEqn, operands: Sequence[Any]) -> bool:
@@ -312,10 +360,10 @@ class Mixed:
             return True
         return not is_light(eqn) and any(map(self._is_half, operands))
 
-    def _follow(self, step: Step, operands: Sequence[Any], roles: Role) -> None:
+    def _follow(self, step: Step, operands: Sequence[Any], roles: MixedRole) -> None:
         """Records which results of an equation count as half, and which ones are numbers that are
         known while tracing."""
-        rule, outputs = roles.rules[id(step)].name, step.outputs
+        rule, outputs = roles.rule(step).name, step.outputs
         numbers = [_number(x, y, roles) for x, y in zip(step.inputs, operands, strict=True)]
         if rule == "layout" and len(numbers) == 1 and numbers[0] is not None:
             roles.numbers.update(dict.fromkeys(outputs, numbers[0]))
@@ -326,28 +374,21 @@ class Mixed:
             half = half and self._gives_way(step, operands, numbers, roles)
         roles.stored.update(x for x in outputs if half and x in roles.stage)
 
-    def _gives_way(self, step: Step, operands: Sequence, numbers: Sequence, roles: Role) -> bool:
+    def _gives_way(
+        self, step: Step, operands: Sequence, numbers: Sequence, roles: MixedRole
+    ) -> bool:
         """Returns whether an operand is half and no other one must stay in float32."""
         half = [x in roles.stored for x in step.inputs]
         for x, number, is_half in zip(operands, numbers, half, strict=True):
             if is_half or not is_inexact(primal_of(x)):
                 continue
             # The difference of a prediction and its target is a residual, not a bias.
-            residual = number is None and step.name in ("sub", "div")
+            residual = number is None and step.name in tables.SUBTRACTIONS | tables.DIVISIONS
             if isinstance(x, Jet) or residual:
                 return False
             if number is not None and not self._fits(number):
                 return False
         return any(half)
-
-
-@contextmanager
-def _in_context_of(step: Step):
-    source = source_of(step.eqn, step.calls)
-    with ExitStack() as stack:
-        for eqn in (*step.calls, step.eqn):
-            stack.enter_context(in_context_of(eqn, source))
-        yield
 
 
 def _evaluated_again(layer: Callable) -> Callable:
@@ -370,8 +411,7 @@ def _scores(flat: Flat) -> set[int]:
     out = set[int]()
     for step in flat.steps:
         eqn, name = step.eqn, step.eqn.primitive.name
-        dot = name in tables.PRODUCTS and "dot_general" in name
-        batched = dot and eqn.params["dimension_numbers"][1][0]
+        batched = name in tables.DOTS and eqn.params["dimension_numbers"][1][0]
         moved = name in tables.MOVES and not out.isdisjoint(step.variables)
         out.update(step.outputs if batched or moved else ())
     return out
@@ -401,7 +441,7 @@ def rule_of(eqn: JaxprEqn) -> Rule:
         return Rule("full", "the program asks for this precision itself")
     if name in tables.MIXED and not says_its_dtype(eqn):
         return Rule("mixed", "a mixed product without a dtype of its own: it is given one")
-    if name == "custom_jvp_call":
+    if name in tables.PUSHES:
         return Rule("full" if contains(bodies_of(eqn)[0], tables.FULL) else "follow", "")
     if name not in tables.TABLE:
         return Rule("own", "unknown to autocast", known=False)
@@ -410,7 +450,7 @@ def rule_of(eqn: JaxprEqn) -> Rule:
     return Rule(engines.get(row.engine, _RULES.get(row.precision, "own")), row.reason)
 
 
-def _number(x: Any, operand: Any, roles: Role) -> Any:
+def _number(x: Any, operand: Any, roles: MixedRole) -> Any:
     if x in roles.numbers:
         return roles.numbers[x]
     concrete = isinstance(operand, np.ndarray | np.generic) and np.ndim(operand) == 0
@@ -424,9 +464,8 @@ def _moves_masters(step: Step, stage: Mapping[int, int]) -> bool:
     if not any(is_inexact(v.aval) for v in step.eqn.outvars):
         return True
     # A cast of booleans is a master: zeros and ones are exact in every dtype.
-    moves = name in tables.LAYOUT or name == "convert_element_type"
     exact = (is_inexact(x) or getattr(x, "dtype", None) == np.bool_ for x in avals)
-    return moves and all(exact)
+    return name in tables.SAME and all(exact)
 
 
 _PASSED = tables.ARITHMETIC | tables.LAYOUT | tables.CHOICES
@@ -444,10 +483,11 @@ def _in_full(flat: Flat, inside: bool) -> set[int]:
         arithmetic, sums = name in tables.ARITHMETIC, not summed.isdisjoint(step.outputs)
         here = (arithmetic or name in tables.LAYOUT) and not magnified.isdisjoint(step.outputs)
         only = name in _PASSED and elsewhere.isdisjoint(step.outputs)
-        square = name == "mul" and len(set(operands)) == 1 and len(operands) == 2
-        if (arithmetic and here) or (name == "mul" and sums and (square or only)):
+        multiplies = name in tables.MULTIPLICATIONS
+        square = multiplies and len(set(operands)) == 1 and len(operands) == 2
+        if (arithmetic and here) or (multiplies and sums and (square or only)):
             out.update(step.outputs)
-        even = name == "integer_pow" and step.eqn.params["y"] % 2 == 0
+        even = step.power is not None and step.power % 2 == 0
         if here or even or name in tables.MAGNIFYING:
             magnified.update(operands)
         into_sum = name in tables.SUMS or (sums and name in _PASSED)

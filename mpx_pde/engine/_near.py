@@ -1,16 +1,16 @@
 """Finds values that must not be rounded, because little of a result would be left: values that may
 lie near a number from which their distance is taken."""
 
+import functools as ft
 import math
 from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ..program import _tables as tables
-from ..program._flat import Constant, Flat, Step, flatten, variables
-from ..program._jaxpr import aval_of, bodies_of
-from ..program._rebind import scan_counts
+from ..program._flat import Constant, Flat, Step, flatten, reaching, variables
+from ..program._jaxpr import aval_of
+from ..program._rebind import bodies_in
 from ._roles import still_in
 
 
@@ -20,7 +20,7 @@ _LEAST = 0.25
 
 def summed_in(flat: Flat, stage: Collection[int]) -> set[int]:
     """Returns the results of products, and their sums; variables outside `stage` are ignored."""
-    out, adds = set[int](), tables.ADDITIONS | tables.LAYOUT | {"convert_element_type"}
+    out, adds = set[int](), tables.ADDITIONS | tables.SAME
     for step in flat.steps:
         moving = [x for x in step.variables if x in stage]
         sums = step.name in adds and moving and out.issuperset(moving)
@@ -38,34 +38,28 @@ def near_numbers(
     activation x. A reduction may pick the largest or smallest, which rounding makes equal to
     others. The results at the positions `outputs` count too. `carried` pairs the position of a
     result with that of the operand that it becomes: the result counts if the operand does."""
-    carried, still, sizes = list(carried), still_in(flat), _numbers(flat)
+    still, sizes = still_in(flat), _numbers(flat)
     positive = {x for s in flat.steps if s.name in tables.POSITIVE for x in s.outputs}
     out = set(variables([x for i, x in enumerate(flat.outputs) if i in {*outputs}]))
-    inside: dict[tuple, list[int]] = {}
-    while True:
-        for step in reversed(flat.steps):
-            reaches = step.name in tables.DISTANCES and not out.isdisjoint(step.outputs)
-            picks = step.name in tables.EXTREMES and not still.issuperset(step.outputs)
-            takes = step.name in tables.NEAR or _leaves_little(step, sizes, positive)
-            if reaches or picks or takes:
-                out.update(step.variables)
-            places = tuple(i for i, x in enumerate(step.outputs) if x in out)
-            if (key := (id(step), places)) not in inside:
-                inside[key] = _near_inside(step, places)
-            out.update(inside[key])
-        more = variables([flat.outputs[i] for i, j in carried if flat.inputs[j] in out])
-        if out.issuperset(more):
-            return out
-        out.update(more)
+    inside = ft.cache(_near_inside)
+
+    def operands_of(step: Step) -> Iterable[int]:
+        reaches = step.name in tables.DISTANCES and not out.isdisjoint(step.outputs)
+        picks = step.name in tables.EXTREMES and not still.issuperset(step.outputs)
+        takes = step.name in tables.NEAR or _leaves_little(step, sizes, positive)
+        places = tuple(i for i, x in enumerate(step.outputs) if x in out)
+        return (*(step.variables if reaches or picks or takes else ()), *inside(step, places))
+
+    return reaching(flat, out, list(carried), operands_of)
 
 
 def _near_inside(step: Step, places: Collection[int]) -> list[int]:
     """Returns the operands of an equation that count in the programs it holds (`near_numbers`), if
     its results at `places` count."""
     found: list[int] = []
-    for body, start, (first, stop) in bodies_in(step.eqn):
+    for body, start, carried in bodies_in(step.eqn):
         flat = flatten(body, forward_mode=True)
-        inside = near_numbers(flat, places, ((i, first + i) for i in range(stop - first)))
+        inside = near_numbers(flat, places, enumerate(carried))
         pairs = zip(flat.inputs, step.inputs[start:], strict=False)
         found += variables([x for k, x in pairs if k in inside])
     return found
@@ -77,7 +71,7 @@ def _numbers(flat: Flat) -> dict[int, float]:
     for step in flat.steps:
         alone = step.inputs and found.keys() >= {*step.variables}
         if alone and all(aval_of(v).shape == () for v in step.eqn.invars):
-            moves = step.name in tables.LAYOUT or step.name == "convert_element_type"
+            moves = step.name in tables.SAME
             values = [_number_of(x, found) for x in step.inputs]
             value = values[0] if moves and len(values) == 1 else math.nan
             found.update(dict.fromkeys(step.outputs, math.nan if value is None else value))
@@ -100,29 +94,5 @@ def _leaves_little(step: Step, numbers: Mapping[int, float], positive: Collectio
         return False
     known = [x for x in (_number_of(x, numbers) for x in step.inputs) if x is not None]
     near = any(not abs(x) < _LEAST for x in known)
-    others = step.values - numbers.keys()
-    return near and not (step.name == "add" and others <= {*positive} and min(known) > 0)
-
-
-def bodies_in(eqn: JaxprEqn) -> list[tuple[ClosedJaxpr, int, tuple[int, int]]]:
-    """Returns the programs in any equation, as `bodies_entered` does."""
-    return bodies_entered(eqn) or _whole_bodies(eqn)
-
-
-def _whole_bodies(eqn: JaxprEqn) -> list[tuple[ClosedJaxpr, int, tuple[int, int]]]:
-    return [(body, 0, (0, 0)) for body in bodies_of(eqn)]
-
-
-def bodies_entered(eqn: JaxprEqn) -> list[tuple[ClosedJaxpr, int, tuple[int, int]]]:
-    """Returns the programs in an equation that is entered, each with the position of its first
-    operand, and with the start and stop of its operands that a loop carries to the next step."""
-    name, bodies = eqn.primitive.name, bodies_of(eqn)
-    if name == "scan":
-        n_consts, n_carry = scan_counts(eqn)
-        return [(bodies[0], 0, (n_consts, n_consts + n_carry))]
-    if name == "while":
-        start, n_consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        return [(bodies[1], start, (n_consts, len(bodies[1].in_avals)))]
-    if name == "cond":
-        return [(body, 1, (0, 0)) for body in bodies]
-    return _whole_bodies(eqn) if name in ("remat2", "shard_map") else []
+    others, adds = step.values - numbers.keys(), step.name not in tables.SUBTRACTIONS
+    return near and not (adds and others <= {*positive} and min(known) > 0)

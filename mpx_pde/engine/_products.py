@@ -12,6 +12,7 @@ from jax.extend.core import JaxprEqn
 
 from .._util._varying import match_varying_axes
 from ..precision._dtypes import is_half, wide
+from ..precision._forward import in_full_forward
 from ..precision._split import SPLIT_PRODUCTS
 from ..products._bilinear import Given
 from ..products._conv import mixed_conv_general_dilated_p
@@ -21,10 +22,11 @@ from ..program import _tables as tables
 from ..program._flat import Constant, Flat, Step
 from ..program._jaxpr import aval_of, own_bind
 from ..program._products import asks_for_more, says_its_dtype
-from ._roles import Role
-from ._rules import Rules
-from ._streams import DEEP, RAW, WILD, Jet, Storage, bind, cast, is_inexact, primal_of, total
-from ._together import beside
+from ._segments import StreamRole
+from ._storage import DEEP, RAW, WILD, Storage
+from .taylor import _together as together
+from .taylor._jets import Jet, bind, cast, is_inexact, primal_of, total
+from .taylor._rules import Rules
 
 
 FULL = np.dtype("float32")
@@ -68,7 +70,7 @@ class Product:
         return out
 
     def __call__(
-        self, step: Step, operands: Sequence[Any], roles: Role, storage: Storage, rules: Rules
+        self, step: Step, operands: Sequence[Any], roles: StreamRole, storage: Storage, rules: Rules
     ) -> tuple[list[Jet], str]:
         """Returns the result with its streams, and the dtypes of the product as a string."""
         dtype = self.dtype_of(step, operands, roles, storage)
@@ -83,7 +85,7 @@ class Product:
             own = _mixed(step.eqn, dtype, storage.registers if both else out_dtype)
         else:
             several = any(x.streams for x in operands if isinstance(x, Jet))
-            first = any(x.stage == RAW for x in operands if isinstance(x, Jet))
+            first = RAW in _stages(step, operands, roles)
             own = self._full(step.eqn, storage, several, first)
         name = jnp.dtype(dtype or FULL).name
         how = f"{name} × {name} → {jnp.dtype(out_dtype).name}"
@@ -106,7 +108,8 @@ class Product:
             return [storage.stored(jet) if out_dtype != storage.registers else jet], how
 
         jet, weight = (a, b) if isinstance(a, Jet) else (b, a)
-        rows = () if half or self.open else _rows(step.eqn, jet, weight, jet is a)
+        raw = RAW in _stages(step, operands, roles) and not (half or self.open)
+        rows = _rows(step.eqn, jet, weight, jet is a) if raw else ()
         if rows:
             combined = lambda x: _combined(cast(x, rows[0].dtype), rows)
             streams = {k: combined(s) for k, s in jet.streams.items() if np.any(s)}
@@ -119,12 +122,12 @@ class Product:
 
         return [jet.map(weighted)], how
 
-    def dtype_of(self, step, operands, roles: Role, storage: Storage) -> Any:
+    def dtype_of(self, step, operands, roles: StreamRole, storage: Storage) -> Any:
         """Returns the dtype that a mixed product multiplies in; `None` for a product in full."""
         eqn = step.eqn
         if not _is_real(eqn):
             return None
-        meets_point = any(x.stage in (RAW, WILD) for x in operands if isinstance(x, Jet))
+        meets_point = not {RAW, WILD}.isdisjoint(_stages(step, operands, roles))
         full = meets_point or storage.dtype is None
         if eqn.primitive.name in tables.MIXED and says_its_dtype(eqn):
             dtype = eqn.params["dtype"]
@@ -136,7 +139,7 @@ class Product:
         halves = self.half_operands(step, operands, roles)
         return storage.dtype if halves.issuperset(fixed) else None
 
-    def half_operands(self, step: Step, operands: Sequence[Any], roles: Role) -> set[int]:
+    def half_operands(self, step: Step, operands: Sequence[Any], roles: StreamRole) -> set[int]:
         """Returns the positions of operands that are effectively half and not jets."""
         known = lambda x: self.masters or is_half(x.dtype)
         return {
@@ -163,7 +166,7 @@ class Product:
         name, is_open = eqn.primitive.name, eqn.params.get("precision") is None
         if name in tables.MIXED:
             is_open = not says_its_dtype(eqn) or is_half(eqn.params["dtype"])
-        plain = name == "dot_general" and is_open and _is_real(eqn)
+        plain = name in tables.DOTS - tables.MIXED and is_open and _is_real(eqn)
         if plain or name in tables.MIXED:
             return _mixed(eqn, wide, wide, given=Given(apart=several or not plain))
         params = {**eqn.params, "preferred_element_type": wide}
@@ -171,6 +174,12 @@ class Product:
             params["precision"] = (lax.Precision.HIGHEST,) * 2
         eqn = eqn.replace(params=params)
         return lambda x, y: bind(eqn, [x, y])[0]
+
+
+def _stages(step: Step, operands: Sequence[Any], roles: StreamRole) -> set[int | None]:
+    """Returns the stages of the operands that depend on the point."""
+    pairs = zip(step.inputs, operands, strict=True)
+    return {roles.stage_of(x) for x, value in pairs if isinstance(value, Jet)}
 
 
 def precise(eqn: JaxprEqn) -> JaxprEqn:
@@ -183,16 +192,16 @@ def precise(eqn: JaxprEqn) -> JaxprEqn:
 
 
 def _rows(eqn: JaxprEqn, jet: Jet, weight: Any, first: bool) -> Sequence[Any]:
-    """Returns the rows of a weight at each point, if few coordinates are multiplied with it; none
-    for other products. The result is a sum of rows. Its factors are the coordinates, and for
-    streams known derivatives. The sum is evaluated where it is read. The gradient of a row is one
-    sum over points of its cotangents from the value and from all streams."""
+    """Returns the rows of a weight at each point, if the few coordinates of a raw value are
+    multiplied with it; none for other products. The result is a sum of rows. Its factors are the
+    coordinates, and for streams known derivatives. The sum is evaluated where it is read. The
+    gradient of a row is one sum over points of its cotangents from the value and all streams."""
     known = all(isinstance(s, np.ndarray) and s.ndim == 1 for s in jet.streams.values())
     dtypes = {jet.primal.dtype, weight.dtype}
     known = known and dtypes <= {FULL, np.dtype("float64")} and np.ndim(weight) == 2
-    if jet.stage != RAW or not jet.streams or not known or jet.primal.ndim != 1:
+    if not jet.streams or not known or jet.primal.ndim != 1:
         return ()
-    if "dot_general" not in eqn.primitive.name or jet.primal.size > _FEW:
+    if eqn.primitive.name not in tables.DOTS or jet.primal.size > _FEW:
         return ()
     precision = eqn.params.get("precision")
     if precision not in (None, (lax.Precision.HIGHEST,) * 2) or eqn.params["out_sharding"]:
@@ -203,6 +212,12 @@ def _rows(eqn: JaxprEqn, jet: Jet, weight: Any, first: bool) -> Sequence[Any]:
     weight = jnp.moveaxis(weight, axes[1 if first else 0][0], 0)
     weight = cast(weight, max(dtypes, key=lambda dtype: dtype.itemsize))
     return beside(list(weight), jnp.broadcast_to(jet.primal[0], weight.shape[1:]))
+
+
+def beside(arrays: Sequence[Any], like: Any, *, leading: bool = False) -> list[Any]:
+    """Broadcasts arrays for use with several streams. Their gradients are summed in one pass,
+    except in a loss with a full forward pass, which orders its backward pass by itself."""
+    return together.beside(arrays, like, leading=leading, summed=not in_full_forward())
 
 
 def _combined(factors: Any, rows: Sequence[Any]) -> Any:
@@ -224,7 +239,7 @@ def _is_real(eqn: JaxprEqn) -> bool:
 def only_names(eqn: JaxprEqn, operands: Sequence[Any], storage: Storage) -> bool:
     """Returns whether an equation is a cast of a stored value to the dtype of registers, which
     needs no computation."""
-    if eqn.primitive.name != "convert_element_type":
+    if eqn.primitive.name not in tables.CASTS:
         return False
     x, new = primal_of(operands[0]), eqn.params["new_dtype"]
     return new == storage.registers and isinstance(operands[0], Jet) and storage.is_stored(x)
@@ -246,13 +261,17 @@ def _beside_an_array(eqn: JaxprEqn, operands: Sequence[Any], names: Collection[s
     return moving[0] if alike and eqn.primitive.name in names else None
 
 
-def is_weighted(eqn: JaxprEqn, operands: Sequence[Any], storage: Storage) -> bool:
+def is_weighted(
+    eqn: JaxprEqn, operands: Sequence[Any], stages: Sequence[int | None], storage: Storage
+) -> bool:
     """Returns whether an equation multiplies or adds a value of stage `DEEP` in registers and an
     array that does not depend on the point, as a norm does with its weight and its bias. `False` if
     values are not stored in another dtype than registers."""
-    x = _beside_an_array(eqn, operands, tables.ADDITIONS | {"mul"})
+    x = _beside_an_array(eqn, operands, tables.ADDITIONS | tables.MULTIPLICATIONS)
     narrows = storage.dtype not in (None, storage.registers)
-    return narrows and x is not None and x.stage == DEEP and x.primal.dtype == storage.registers
+    if not narrows or x is None or x.primal.dtype != storage.registers:
+        return False
+    return any(y is x and stage == DEEP for y, stage in zip(operands, stages, strict=True))
 
 
 def _mixed(
@@ -269,7 +288,7 @@ def mixed_form(
     dropped = ("precision", "preferred_element_type", "algorithm")
     params = {k: v for k, v in eqn.params.items() if k not in dropped}
     params |= {"dtype": jnp.dtype(dtype), "out_dtype": jnp.dtype(out_dtype), "given": given}
-    is_dot = "dot_general" in eqn.primitive.name
+    is_dot = eqn.primitive.name in tables.DOTS
     if is_dot:
         params["algorithm"] = algorithm
     primitive = mixed_dot_general_p if is_dot else mixed_conv_general_dilated_p
@@ -283,11 +302,11 @@ def forward_product(eqn: JaxprEqn, algorithm: str | None) -> JaxprEqn:
     """Returns a product in full, by the algorithm unless the program asks for a precision."""
     dtype, mixed = aval_of(eqn.outvars[0]).dtype, eqn.primitive.name in tables.MIXED
     if mixed and (is_half(eqn.params["dtype"]) or not says_its_dtype(eqn)):
-        own = algorithm if dtype == FULL and "dot_general" in eqn.primitive.name else None
+        own = algorithm if dtype == FULL and eqn.primitive.name in tables.DOTS else None
         return mixed_form(eqn, wide(dtype), dtype, own)
     if mixed or algorithm is None or asks_for_more(eqn) or not _is_real(eqn):
         return eqn
-    takes = dtype == FULL and "dot_general" in eqn.primitive.name
+    takes = dtype == FULL and eqn.primitive.name in tables.DOTS
     return mixed_form(eqn, FULL, FULL, algorithm) if takes else eqn
 
 
@@ -324,7 +343,7 @@ def split_product(eqn: JaxprEqn, arrays: Sequence[Any], algorithm: lax.DotAlgori
     """Returns a product of float32 arrays by an algorithm that splits them into halves, and adds
     the products of these. Convolutions have no such algorithm, and are taken in float32."""
     name = next((k for k, v in SPLIT_PRODUCTS.items() if v is algorithm), None)
-    if name is not None or "dot_general" not in eqn.primitive.name:
+    if name is not None or eqn.primitive.name not in tables.DOTS:
         return _mixed(eqn, FULL, FULL, name, Given())(*arrays)
     # A JAX preset that is not in `SPLIT_PRODUCTS`.
     params = {name: eqn.params[name] for name in ("dimension_numbers", "out_sharding")}
@@ -355,4 +374,4 @@ def multiplied_in(eqn: JaxprEqn, rule: str, dtype: np.dtype, algorithm: Any) -> 
         return wide(own if name in tables.MIXED else FULL).name
     if algorithm is None:
         return dtype.name
-    return algorithm.name if "dot" in name else FULL.name
+    return algorithm.name if name in tables.DOTS else FULL.name

@@ -1,18 +1,21 @@
 """Finds the roles of variables: which depend on the point, where equations are linear in these,
 and which have no derivative."""
 
+import abc
 import math
-from collections.abc import Collection, Hashable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import equinox as eqx
 import jax
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from ..program import _tables as tables
-from ..program._flat import Flat, Step, dependent as dependent, variables
-from ._plan import Index
-from ._streams import DEEP, FIRST, RAW, WILD, takes_derivatives
+from ..program._flat import Constant, Flat, Step, variables
+from ..program._jaxpr import bodies_of
+from ._storage import DEEP, FIRST, RAW, WILD, Given, Staged, jet_of
+from .taylor._jets import Jet, Operand
 
 
 def as_key(x: Any) -> Hashable:
@@ -25,49 +28,64 @@ def as_key(x: Any) -> Hashable:
     return np.asarray(x).tobytes(), np.result_type(x), np.shape(x)
 
 
-class Role(NamedTuple):
-    """Facts about the variables of a program before it is evaluated.
+class AbstractRole(abc.ABC):
+    """Facts about a program and its variables, which a policy collects before it is evaluated.
 
     **Attributes:**
 
     - `stage`: how far each variable that depends on the point is from it.
+    - `reached`: the same while the program is evaluated. What loops return is as far as it is in
+        them.
     - `final`: the variables that no product and no loop depends on.
     - `stored`: the variables that are kept in half when they leave a layer.
-    - `asked`: the streams of each variable that the results depend on, and `()` if they depend on
-        its value. After the last nonlinear function, streams that nobody asked for are dropped.
-    - `still`: the variables without a derivative, such as a result of `jax.lax.stop_gradient`.
-    - `half`: the variables that do not depend on the point and are effectively half.
-    - `apart`: the variables that lead from the point to a loop that has no derivative in reverse
-        mode, and the results of the loop.
-    - `rules`: the rule of each equation, by the `id` of its step, if each has its own precision.
-        The next three attributes are for this case.
-    - `numbers`: the masters that are numbers known while tracing.
-    - `scores`: the results of products of many matrices, such as the scores of attention.
-    - `near`: the variables that are not rounded when they leave a layer, see `near_numbers` and
-        `wide_in`.
-    - `moving`: the variables that JAX would give a tangent, although it may be zero everywhere.
-    - `solved`: the variables that reach a factorization or a solve, see `wide_in`.
+    - `apart`: the variables that are in no layer with others.
     """
 
     stage: dict[int, int]
+    reached: dict[int, int]
     final: set[int]
     stored: set[int]
-    asked: dict[int, frozenset[Index]]
-    still: set[int] | frozenset[int] = frozenset()
-    half: Collection[int] = ()
-    apart: frozenset[int] = frozenset()
-    rules: Any = None
-    numbers: Any = None
-    scores: Collection[int] = frozenset()
-    near: set[int] | frozenset[int] = frozenset()
-    moving: frozenset[int] = frozenset()
-    solved: set[int] | frozenset[int] = frozenset()
+    apart: frozenset[int]
 
-    def facts(self, x: int) -> tuple[Hashable, ...]:
+    @abc.abstractmethod
+    def of(self, x: int) -> tuple[Hashable, ...]:
         """Returns the facts about a variable by which layers are compared."""
-        sets = self.final, self.stored, self.still, self.half, self.scores, self.near, self.moving
-        number = None if self.numbers is None else as_key(self.numbers.get(x))
-        return self.stage.get(x), self.asked.get(x), number, *(x in every for every in sets)
+
+    @abc.abstractmethod
+    def rule(self, step: Step) -> Hashable:
+        """Returns the rule of an equation by which layers are compared."""
+
+    @abc.abstractmethod
+    def kind(self, step: Step) -> str:
+        """Returns the place of an equation among layers: `"light"` and `"product"` are in one,
+        `"raw"` and `"constant"` are outside without an end of one, `"alone"` ends one."""
+
+    def reach(self, step: Step) -> None:
+        """Records how far the results of an equation are from the point."""
+        stage = stage_after(step, self.reached)
+        if stage is not None:
+            self.reached.update(dict.fromkeys(step.outputs, stage))
+
+    def stage_of(self, x: int | Constant) -> int | None:
+        """Returns how far an operand is from the point; `None` if it does not depend on it."""
+        return None if isinstance(x, Constant) else self.reached.get(x)
+
+    def staged(self, x: int | Constant, value: Operand) -> Given:
+        """Returns the value of an operand as it enters a program."""
+        if not isinstance(value, Jet):
+            return value
+        stage = self.stage_of(x)
+        assert stage is not None, x
+        return Staged(value, stage)
+
+    def received(self, step: Step, out: Sequence[Given]) -> list[Operand]:
+        """Returns the results of an equation that holds programs, and records how far they are from
+        the point."""
+        for x, value in zip(step.outputs, out, strict=True):
+            self.reached.pop(x, None)
+            if isinstance(value, Staged):
+                self.reached[x] = value.stage
+        return list(map(jet_of, out))
 
 
 def stage_after(step: Step, stage: Mapping[int, int]) -> int | None:
@@ -77,6 +95,12 @@ def stage_after(step: Step, stage: Mapping[int, int]) -> int | None:
     if here is not None and step.name in tables.PRODUCTS:
         return FIRST if here == RAW else DEEP
     return DEEP if here == FIRST and not is_linear(step, stage) else here
+
+
+def takes_derivatives(eqn: JaxprEqn) -> bool:
+    """Returns whether results of an equation, or of one inside it, are derivatives."""
+    inside = (inner for body in bodies_of(eqn) for inner in body.jaxpr.eqns)
+    return eqn.primitive.name in tables.DERIVATIVES or any(map(takes_derivatives, inside))
 
 
 def is_wild(step: Step, stage: Mapping[int, int]) -> bool:
@@ -96,8 +120,8 @@ def is_linear(step: Step, stage: Mapping[int, int]) -> bool:
     """Returns whether an equation is linear in the operands that depend on the point."""
     name = step.name
     moving = moving_in(step, stage)
-    scales = name in ("mul", "convert_element_type") and len(moving) == 1
-    return name in tables.LINEAR or scales or (name == "div" and moving == [0])
+    scales = name in tables.MULTIPLICATIONS | tables.CASTS and len(moving) == 1
+    return name in tables.LINEAR or scales or (name in tables.DIVISIONS and moving == [0])
 
 
 def moving_in(step: Step, stage: Mapping[int, int]) -> list[int]:
@@ -124,7 +148,7 @@ def still_in(flat: Flat) -> set[int]:
 def contracted(step: Step) -> int:
     """Returns the number of terms that each entry of a product sums."""
     avals: list[Any] = [v.aval for v in step.eqn.invars[:2]]
-    if "dot_general" not in step.name:
+    if step.name not in tables.DOTS:
         return math.prod(avals[1].shape[1:])
     ((axes, _), _) = step.eqn.params["dimension_numbers"]
     return math.prod(avals[0].shape[i] for i in axes)

@@ -6,6 +6,7 @@ inputs for the backward pass, which evaluates it again. So each stream of a netw
 layer.
 """
 
+import dataclasses
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,28 +14,26 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from ..program import _tables as tables
-from ..program._flat import Constant, Flat, Step, variables
-from ..program._jaxpr import CALLS, bodies_of, contains, differentiable, pushforward
+from ..program._flat import Constant, Flat, Step, dependent, moving_from, reaching, variables
+from ..program._jaxpr import bodies_of, contains, differentiable, pushforward
 from ._near import near_numbers, summed_in
-from ._plan import Index, Plan
 from ._roles import (
-    Role,
+    AbstractRole,
     as_key,
     by_stream,
     contracted,
-    dependent,
     is_linear,
     moving_in,
     stage_after,
     still_in,
 )
-from ._streams import DEEP, RAW, is_inexact
+from ._storage import DEEP, RAW
+from .taylor._jets import is_inexact
+from .taylor._plan import Index, Plan
 
 
 _SMALL = 64
 """The largest number of coordinates for which the first product is evaluated again, not kept."""
-
-_ORDERS = ("transpose", "reshape", "squeeze", "convert_element_type")
 
 _VALUE: frozenset[Index] = frozenset({()})
 """The streams of a variable of which only the value is asked for."""
@@ -46,7 +45,7 @@ def is_light(eqn: JaxprEqn) -> bool:
     if eqn.effects or not bodies:
         return name in tables.LIGHT and not eqn.effects
     inside = (inner for body in bodies for inner in body.jaxpr.eqns)
-    return name in (*CALLS, "custom_jvp_call") and all(map(is_light, inside))
+    return name in tables.CALLS | tables.PUSHES and all(map(is_light, inside))
 
 
 class Part(NamedTuple):
@@ -60,29 +59,94 @@ class Part(NamedTuple):
     multiplies: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class StreamRole(AbstractRole):
+    """The facts for an evaluation with streams.
+
+    **Attributes:**
+
+    - `asked`: the streams of each variable that the results depend on, and `()` if they depend on
+        its value. After the last nonlinear function, streams that nobody asked for are dropped.
+    - `still`: the variables without a derivative, such as a result of `jax.lax.stop_gradient`.
+    - `half`: the variables that do not depend on the point and are effectively half.
+    - `apart`: the variables that lead from the point to a loop that has no derivative in reverse
+        mode, and the results of the loop.
+    - `moving`: the variables that JAX would give a tangent, although it may be zero everywhere.
+    """
+
+    stage: dict[int, int]
+    reached: dict[int, int]
+    final: set[int]
+    stored: set[int]
+    asked: dict[int, frozenset[Index]]
+    still: set[int]
+    half: set[int]
+    apart: frozenset[int]
+    moving: frozenset[int]
+
+    def of(self, x: int) -> tuple[Hashable, ...]:
+        sets = self.final, self.stored, self.still, self.half, self.moving
+        stages = self.stage.get(x), self.reached.get(x)
+        return *stages, self.asked.get(x), *(x in every for every in sets)
+
+    def asked_of(self, x: int) -> frozenset[Index]:
+        """Returns the streams of a variable that the results depend on."""
+        return self.asked.get(x, frozenset())
+
+    def rule(self, step: Step) -> None:
+        return None
+
+    def kind(self, step: Step) -> str:
+        stages = [self.stage[x] for x in step.variables if x in self.stage]
+        if not stages:
+            return "constant"
+        if max(stages) == RAW and step.name in tables.COORDINATES:
+            return "raw"
+        if step.alone or step.name in tables.AMBIGUOUS:
+            return "alone"
+        if step.name in tables.PRODUCTS:
+            return "light" if max(stages) == RAW and contracted(step) <= _SMALL else "product"
+        return "light"
+
+
 def roles_of(
     flat: Flat,
-    stages: Mapping[int, int],
+    given: Mapping[int, int],
     plan: Plan,
     asked: Iterable[Index],
-    carried: Collection[tuple[int, int]] | None = None,
-) -> Role:
+    carried: Collection[tuple[int, int]] | None,
+    *,
+    halves: Callable[[Collection[int]], set[int]],
+    traced: Iterable[int],
+    streams: Iterable[int],
+) -> StreamRole:
     """Returns the roles of a program whose results are wanted with the streams `asked`.
 
-    The step of a loop has `carried`, maybe empty: pairs of the position of a result and that of the
-    operand that it becomes.
+    **Arguments:**
+
+    - `given`: the stages of the operands that depend on the point.
+    - `carried`: for the step of a loop, maybe empty: pairs of the position of a result and that of
+        the operand that it becomes.
+    - `halves`: returns the variables that are effectively half, given those that depend on the
+        point.
+    - `traced`, `streams`: the operands that are traced arrays, and those with streams.
     """
-    stage = _stages(flat, stages)
-    wanted, more = set[int](), set[int]()
-    while more is not None:
-        wanted = _wanted(flat, wanted | more)
-        next_step = [flat.outputs[i] for i, j in carried or () if flat.inputs[j] in wanted]
-        more = set(variables(next_step)) - wanted or None
+    stage = _stages(flat, given)
+    wanted = _wanted(flat, carried or ())
     stored = {x for x, s in stage.items() if s == DEEP and x in wanted}
     stored -= near_numbers(flat, (), carried or ()) - summed_in(flat, stage)
-    everything = _asked_of(flat, stage, plan, asked)
-    final = set(stage) - wanted
-    return Role(stage, final, stored, everything, still_in(flat))
+    still = still_in(flat)
+    return StreamRole(
+        stage=stage,
+        reached=dict(given),
+        final=set(stage) - wanted,
+        stored=stored,
+        asked=_asked_of(flat, stage, plan, asked),
+        still=still,
+        half=halves(stage),
+        apart=_apart_of(flat, stage, still, traced),
+        moving=frozenset(moving_from(flat, streams)),
+    )
 
 
 def _stages(flat: Flat, given: Mapping[int, int]) -> dict[int, int]:
@@ -95,21 +159,25 @@ def _stages(flat: Flat, given: Mapping[int, int]) -> dict[int, int]:
     return stage
 
 
-def _wanted(flat: Flat, wanted: set[int]) -> set[int]:
-    """Adds to `wanted` all that a product or a loop depends on."""
-    for step in reversed(flat.steps):
+def _wanted(flat: Flat, carried: Collection[tuple[int, int]]) -> set[int]:
+    """Returns all variables that a product or a loop depends on."""
+    wanted = set[int]()
+
+    def operands_of(step: Step) -> Iterable[int]:
         ends = step.name in tables.PRODUCTS or step.alone
-        if ends or not wanted.isdisjoint(step.outputs):
-            wanted.update(step.variables)
-    return wanted
+        return step.variables if ends or not wanted.isdisjoint(step.outputs) else ()
+
+    return reaching(flat, wanted, carried, operands_of)
 
 
-def apart_of(flat: Flat, roles: Role, traced: Iterable[int]) -> frozenset[int]:
+def _apart_of(
+    flat: Flat, stage: Collection[int], still: Collection[int], traced: Iterable[int]
+) -> frozenset[int]:
     """Returns the operands and results of `while` loops, and the variables that lead to them, if
     they depend on no traced array but the point. JAX does not differentiate these in reverse mode.
     All that enters or leaves a layer may have a derivative by its type, even if it is zero."""
-    at_point = (step for step in flat.steps if any(x in roles.stage for x in step.variables))
-    loops = [step for step in at_point if _holds_while(step, roles.still)]
+    at_point = (step for step in flat.steps if any(x in stage for x in step.variables))
+    loops = [step for step in at_point if _holds_while(step, still)]
     if not loops:
         return frozenset()
     depends = dependent(flat, traced)
@@ -122,11 +190,11 @@ def apart_of(flat: Flat, roles: Role, traced: Iterable[int]) -> frozenset[int]:
 
 def _holds_while(step: Step, still: Collection[int]) -> bool:
     bodies = bodies_of(step.eqn)
-    if step.name == "custom_jvp_call":
+    if step.name in tables.PUSHES:
         # A rule may refuse to differentiate by an operand that has no derivative.
         moves = lambda i: not isinstance(step.inputs[i], Constant) and step.inputs[i] not in still
         bodies.append(pushforward(step.eqn, list(filter(moves, differentiable(step.eqn.invars)))))
-    return step.name == "while" or any(contains(b, ("while",)) for b in bodies)
+    return step.name in tables.UNBOUNDED or any(contains(b, tables.UNBOUNDED) for b in bodies)
 
 
 def _asked_of(
@@ -156,9 +224,9 @@ def _by_itself(step: Step, alone: bool = True) -> Part:
     return Part((step,), inputs, step.outputs, alone)
 
 
-def parts_of(flat: Flat, roles: Role) -> list[Part]:
+def parts_of(flat: Flat, roles: AbstractRole) -> list[Part]:
     """Divides a program into parts."""
-    kinds = {step: _kind(step, roles) for step in flat.steps}
+    kinds = {step: roles.kind(step) for step in flat.steps}
     steps, behind = _behind_products(kinds, roles, {*variables(flat.outputs)})
     last: dict[int, int] = {}
     for i, step in enumerate(steps):
@@ -212,7 +280,7 @@ def parts_of(flat: Flat, roles: Role) -> list[Part]:
 
 
 def _behind_products(
-    kinds: Mapping[Step, str], roles: Role, read: Collection[int]
+    kinds: Mapping[Step, str], roles: AbstractRole, read: Collection[int]
 ) -> tuple[list[Step], set[int]]:
     """Returns the equations in an order in which results of products are moved or added at once,
     and the variables that these moves and additions return.
@@ -230,7 +298,7 @@ def _behind_products(
         while chain and roles.final.isdisjoint(chain) and chain[-1] not in read:
             following = readers.get(chain[-1], [])
             name = following[0].eqn.primitive.name if len(following) == 1 else ""
-            if name not in tables.ADDITIONS and name not in _ORDERS:
+            if name not in tables.ADDITIONS and name not in tables.ORDERS:
                 break
             chain += following[0].outputs
             if name == "transpose" or len(moving_in(following[0], roles.stage)) == 2:
@@ -257,12 +325,12 @@ def _behind_products(
 
 def _region(step: Step, outputs: Sequence[int]) -> Part:
     """Returns an equation as a part. A checkpoint that holds products is a layer of its own."""
-    if step.name != "remat2" or not contains(bodies_of(step.eqn)[0], tables.PRODUCTS):
+    if step.name not in tables.CHECKPOINTS or not contains(bodies_of(step.eqn)[0], tables.PRODUCTS):
         return _by_itself(step)
     return _by_itself(step, alone=False)._replace(outputs=tuple(outputs), multiplies=True)
 
 
-def signature(part: Part, roles: Role, values: Sequence[Any]) -> Hashable:
+def signature(part: Part, roles: AbstractRole, values: Sequence[Any]) -> Hashable:
     """Returns a key that is equal for layers that are the same function of arrays of the same
     types, at the same lines of the user's code."""
     numbers = {x: i for i, x in enumerate(part.inputs)}
@@ -279,14 +347,14 @@ def signature(part: Part, roles: Role, values: Sequence[Any]) -> Hashable:
         operands = tuple(map(of, step.inputs))
         for x in step.outputs:
             numbers[x] = len(numbers)
-        rule = None if roles.rules is None else roles.rules[id(step)]
+        rule = roles.rule(step)
         for e in (step.eqn, *step.calls):
             where = e.source_info.traceback, e.source_info.name_stack, e.ctx
             steps.append((*e.params.items(), e.primitive, where))
         steps.append((operands, rule))
     leaves, treedef = jax.tree.flatten(values)
     given = treedef, tuple(map(as_key, leaves))
-    facts = tuple(map(roles.facts, numbers))
+    facts = tuple(map(roles.of, numbers))
     out = tuple(steps), given, facts, tuple(numbers[x] for x in part.outputs)
     try:
         hash(out)
@@ -309,21 +377,3 @@ def multiplied_only(
         if not moved and not is_product(step):
             read.update(step.variables)
     return used - read
-
-
-def _kind(step: Step, roles: Role) -> str:
-    stages = [roles.stage[x] for x in step.variables if x in roles.stage]
-    name = step.name
-    if roles.rules is not None:
-        # Slow equations and products are not evaluated again. Moves of masters are, so that what
-        # masters are broadcast to is not kept.
-        return "light" if is_light(step.eqn) else "alone"
-    if not stages:
-        return "constant"
-    if max(stages) == RAW and name in tables.COORDINATES:
-        return "raw"
-    if step.alone or name in tables.AMBIGUOUS:
-        return "alone"
-    if name in tables.PRODUCTS:
-        return "light" if max(stages) == RAW and contracted(step) <= _SMALL else "product"
-    return "light"

@@ -85,7 +85,7 @@ class AutocastReport:
         return "\n".join(lines)
 
 
-_PASSING = tables.FOLLOWING | tables.SUMS | {"convert_element_type"}
+_PASSING = tables.FOLLOWING | tables.SUMS | tables.CASTS
 """Operations whose results are as large as their operands, or larger."""
 
 
@@ -118,7 +118,7 @@ class Recorder:
         roles: Any,
     ) -> None:
         """Records the rule and dtypes of an equation inside of the containers `around` it."""
-        eqn, rule, key = step.eqn, roles.rules[id(step)], lambda x: (id(roles), x)
+        eqn, rule, key = step.eqn, roles.rule(step), lambda x: (id(roles), x)
         given = (self.asked.get(key(x)) for x in step.variables)
         by = next(filter(None, given), None)
         if is_container(eqn):

@@ -13,7 +13,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from ..engine._together import beside
+from ..engine import beside
 from ..precision._cast import widen
 from ..precision._dtypes import is_half, wide
 from ..precision._forward import in_full_forward

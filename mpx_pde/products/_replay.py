@@ -9,8 +9,8 @@ from jax.extend.core import ClosedJaxpr, Primitive
 from jaxtyping import Array
 
 from ..precision._dtypes import wide
-from ..program._jaxpr import CALLS, aval_of, bodies_of, own_bind, walk
-from ..program._tables import LAYOUT
+from ..program._jaxpr import aval_of, bodies_of, own_bind, walk
+from ..program._tables import CALLS, LAYOUT
 
 
 def traced(fun: Callable, *avals: Any) -> ClosedJaxpr:

@@ -1,7 +1,8 @@
 """A jaxpr as one flat list of equations."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -13,7 +14,15 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import Sharding
 
 from . import _tables as tables
-from ._jaxpr import CALLS, OF_REVERSE_MODE, aval_of, bodies_of, contains, differentiable, walk
+from ._jaxpr import (
+    aval_of,
+    bodies_of,
+    contains,
+    differentiable,
+    in_context_of,
+    scopes_of,
+    walk,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # by identity, because not all values have a hash
@@ -51,9 +60,23 @@ class Step:
         return frozenset(x for i in live if not isinstance(x := self.inputs[i], Constant))
 
     @cached_property
+    def power(self) -> int | None:
+        """Returns the whole number to whose power the equation raises its operand, if any."""
+        return tables.power_of(self.name, self.eqn.params)
+
+    @cached_property
     def holds_products(self) -> bool:
         """Returns whether the equation contains products."""
         return any(contains(inner, tables.PRODUCTS) for inner in bodies_of(self.eqn))
+
+    @contextmanager
+    def context(self, source: Any = None) -> Iterator[None]:
+        """A context in which new equations keep the name scopes, the settings and the source line
+        of the equation and of the calls around it. If `source` is given, its line is kept."""
+        with ExitStack() as stack:
+            for eqn in (*self.calls, self.eqn):
+                stack.enter_context(in_context_of(eqn, source))
+            yield
 
     @cached_property
     def alone(self) -> bool:
@@ -80,7 +103,7 @@ def flatten(closed: ClosedJaxpr, *, forward_mode: bool, sharded: bool = False) -
     because they tie unrelated arrays together.
     With `sharded`, a call that names the shardings of its arrays is not inlined.
     """
-    calls = CALLS | OF_REVERSE_MODE if forward_mode else CALLS
+    calls = tables.CALLS | tables.OF_REVERSE_MODE if forward_mode else tables.CALLS
     steps: list[Step] = []
     constants: dict[int, Constant] = {}
     numbers = iter(range(1 << 62))
@@ -97,7 +120,7 @@ def flatten(closed: ClosedJaxpr, *, forward_mode: bool, sharded: bool = False) -
 
     def step(around: tuple[JaxprEqn, ...], _: int, eqn: JaxprEqn, inputs: list) -> Sequence:
         name = eqn.primitive.name
-        own = name == "custom_vjp_call" and forward_mode and _is_flat(eqn)
+        own = forward_mode and name in tables.CUSTOM - tables.PUSHES and _is_flat(eqn)
         if name in calls and not own and not (sharded and _is_sharded(eqn)):
             return inline(bodies_of(eqn)[0], inputs, (*around, eqn))
         if forward_mode and name in tables.BARRIERS:
@@ -165,6 +188,51 @@ def needed(steps: Sequence[Step], outputs: Sequence[int | Constant]) -> tuple[St
     return tuple(reversed(kept))
 
 
+def merged(flat: Flat) -> Flat:
+    """Returns a program without the equations that compute again what an earlier one does, such as
+    the mean in a variance beside that in a norm. Products, containers and what has effects stay."""
+    names = {k: ("array", id(c.value)) for k, c in flat.constants.items()}
+    name = lambda x: _name_of(x) if isinstance(x, Constant) else names.get(x, x)
+    first: dict[Hashable, tuple[int, ...]] = {}
+    same: dict[int, int] = {}
+    current = lambda atoms: tuple(x if isinstance(x, Constant) else same.get(x, x) for x in atoms)
+    steps = []
+    for step in flat.steps:
+        step = dataclasses.replace(step, inputs=current(step.inputs))
+        key = _key_of(step, tuple(map(name, step.inputs)))
+        if key is not None and key in first:
+            same.update(zip(step.outputs, first[key], strict=True))
+            continue
+        if key is not None:
+            first[key] = step.outputs
+        steps.append(step)
+    return flat._replace(steps=tuple(steps), outputs=current(flat.outputs))
+
+
+def _key_of(step: Step, inputs: tuple[Hashable, ...]) -> Hashable | None:
+    """Returns what two equations have in common if they compute the same; `None` for an equation
+    that is not compared."""
+    if step.eqn.effects or step.name not in tables.MERGED or None in inputs:
+        return None
+    # A checkpoint, and a rule for derivatives, say what may be computed again.
+    scopes = tuple(x for x in scopes_of(step.eqn) if x.startswith("mpx_pde."))
+    params = tuple(sorted(step.eqn.params.items()))
+    key = step.name, params, inputs, scopes, tuple(map(aval_of, step.eqn.outvars))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _name_of(x: Constant) -> Hashable | None:
+    """Returns the dtype and the bits of a number, and `None` for an array."""
+    if np.ndim(x.value) or isinstance(x.value, Tracer):
+        return None
+    value = np.asarray(x.value, x.aval.dtype)
+    return str(value.dtype), value.tobytes()
+
+
 def read(x: int | Constant, env: Mapping[int, Any]) -> Any:
     """Returns the value of an operand."""
     if not isinstance(x, Constant):
@@ -174,6 +242,20 @@ def read(x: int | Constant, env: Mapping[int, Any]) -> Any:
     return x.value
 
 
+def evaluated(
+    flat: Flat, operands: Sequence[Any], bind: Callable[[Step, list[Any]], Sequence[Any]]
+) -> list[Any]:
+    """Evaluates a program on arrays. `bind` evaluates an equation, in the context of this equation
+    and of the calls around it."""
+    env: dict[int, Any] = {k: c.value for k, c in flat.constants.items()}
+    env.update(zip(flat.inputs, operands, strict=True))
+    for step in flat.steps:
+        with step.context():
+            out = bind(step, [read(x, env) for x in step.inputs])
+        env.update(zip(step.outputs, out, strict=True))
+    return [read(x, env) for x in flat.outputs]
+
+
 def dependent(flat: Flat, on: Iterable[int]) -> set[int]:
     """Returns the variables `on`, and all variables that depend on any of them."""
     out = set(on)
@@ -181,6 +263,24 @@ def dependent(flat: Flat, on: Iterable[int]) -> set[int]:
         if not out.isdisjoint(step.variables):
             out.update(step.outputs)
     return out
+
+
+def reaching(
+    flat: Flat,
+    out: set[int],
+    carried: Collection[tuple[int, int]],
+    operands_of: Callable[[Step], Iterable[int]],
+) -> set[int]:
+    """Adds to `out`, from the end of a program to its beginning, what `operands_of` yields for each
+    equation. `carried` pairs the position of a result with that of the operand that it becomes in
+    the next step of a loop: the result is added if the operand is."""
+    while True:
+        for step in reversed(flat.steps):
+            out.update(operands_of(step))
+        more = variables([flat.outputs[i] for i, j in carried if flat.inputs[j] in out])
+        if out.issuperset(more):
+            return out
+        out.update(more)
 
 
 def moving_from(flat: Flat, on: Iterable[int]) -> set[int]:

@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_par
 from .._util._varying import mark_varying
 from .._util._wrapper import of_some
 from ..precision._dtypes import default_precision
-from ._tables import CONTAINERS, JAX_PRODUCTS, PRODUCTS
+from . import _tables as tables
 
 
 def trace_arrays(fun: Callable, args: tuple, kwargs: dict) -> tuple[ClosedJaxpr, list, Callable]:
@@ -39,15 +39,6 @@ def trace_arrays(fun: Callable, args: tuple, kwargs: dict) -> tuple[ClosedJaxpr,
 # The parameters that hold the jaxprs of a container, in the order of [`rebind`][].
 _BODIES = ("jaxpr", "call_jaxpr", "cond_jaxpr", "body_jaxpr", "branches")
 
-CALLS = frozenset({"jit", "call", "closed_call", "eval_jaxpr"})
-"""Containers that only stand for the jaxpr in them."""
-
-OF_REVERSE_MODE = frozenset({"remat2", "custom_vjp_call"})
-"""Containers that define how the jaxpr in them is transposed."""
-
-LOOPS = frozenset({"scan", "while", "cond"})
-"""Containers that do not run each jaxpr in them exactly once."""
-
 
 def close(jaxpr: Any) -> ClosedJaxpr:
     """Closes a jaxpr without constants; returns a closed one unchanged."""
@@ -64,7 +55,7 @@ def bodies_of(eqn: JaxprEqn) -> list[ClosedJaxpr]:
 
 def is_container(eqn: JaxprEqn) -> bool:
     """Returns whether [`rebind`][] can enter the equation."""
-    return eqn.primitive.name in CONTAINERS
+    return eqn.primitive.name in tables.CONTAINERS
 
 
 def equations_in(closed: ClosedJaxpr) -> Iterator[JaxprEqn]:
@@ -89,7 +80,7 @@ def asks_what_moves(eqn: JaxprEqn) -> bool:
     """Returns whether the derivative of an equation, or of one in it, may depend on which operands
     have a tangent: a `custom_jvp` function with symbolic zeros."""
     inside = (inner for jaxpr in jaxprs_in(eqn) for inner in jaxpr.eqns)
-    asks = eqn.primitive.name == "custom_jvp_call" and eqn.params.get("symbolic_zeros", True)
+    asks = eqn.primitive.name in tables.PUSHES and eqn.params.get("symbolic_zeros", True)
     return asks or any(map(asks_what_moves, inside))
 
 
@@ -124,7 +115,7 @@ def own_bind(eqn: JaxprEqn, args: Sequence) -> list:
     eqn = _at_precision(eqn, default_precision())
     if eqn.params.get("update_jaxpr") is not None:
         eqn = _updating(eqn, args[0].dtype)
-    if eqn.primitive.name == "convert_element_type":
+    if eqn.primitive.name in tables.CASTS:
         new, given = eqn.params["new_dtype"], args[0].dtype
         if jnp.issubdtype(new, jnp.complexfloating) and given != aval_of(eqn.invars[0]).dtype:
             params = {**eqn.params, "new_dtype": jnp.promote_types(given, new)}
@@ -139,7 +130,7 @@ def own_bind(eqn: JaxprEqn, args: Sequence) -> list:
 def with_products(eqn: JaxprEqn, changed: Callable[[JaxprEqn], JaxprEqn]) -> JaxprEqn:
     """Applies a function to each product in an equation, at any depth. The function may change the
     primitive and its parameters, but not the types of its operands and results."""
-    if eqn.primitive.name in PRODUCTS:
+    if eqn.primitive.name in tables.PRODUCTS:
         return changed(eqn)
     return with_jaxprs(eqn, lambda x: x.replace(eqns=[with_products(e, changed) for e in x.eqns]))
 
@@ -164,7 +155,7 @@ def _at_precision(eqn: JaxprEqn, precision: Any) -> JaxprEqn:
         return eqn
 
     def precise(eqn: JaxprEqn) -> JaxprEqn:
-        if eqn.primitive.name not in JAX_PRODUCTS:
+        if eqn.primitive.name not in tables.JAX_PRODUCTS:
             return eqn
         return eqn.replace(params={**eqn.params, "precision": eqn.params["precision"] or precision})
 

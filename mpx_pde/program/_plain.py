@@ -10,11 +10,12 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from .._util._in_jax import IN_JAX
 from .._util._wrapper import AbstractWrapper, check_callable
-from ._jaxpr import CALLS, aval_of, bodies_of, equations_in, own_bind, trace_arrays, walk
+from . import _tables as tables
+from ._jaxpr import aval_of, bodies_of, equations_in, own_bind, trace_arrays, walk
 from ._rebind import rebind
 
 
-_OF_DERIVATIVES = CALLS | {"remat2", "custom_jvp_call", "custom_vjp_call"}
+_OF_DERIVATIVES = tables.CALLS | tables.CUSTOM | tables.CHECKPOINTS
 """Containers that run the program in them once, and matter for derivatives only."""
 
 _IDENTITIES = frozenset({"name", "optimization_barrier"})

@@ -12,7 +12,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ._jaxpr import bodies_of
 
@@ -53,6 +53,23 @@ def _scan(eqn: JaxprEqn, args: Sequence, body: Body) -> list:
     options = {k: params[k] for k in ("length", "reverse", "unroll")}
     carry, ys = lax.scan(step, init, xs, **options)
     return [*carry, *ys]
+
+
+def bodies_in(eqn: JaxprEqn) -> list[tuple[ClosedJaxpr, int, range]]:
+    """Returns the programs in an equation that compute its results, each with the position of its
+    first operand, and with the places of its operands that a loop carries to the next step."""
+    bodies, start, carried = bodies_of(eqn), 0, range(0)
+    match eqn.primitive.name:
+        case "scan":
+            n_consts, n_carry = scan_counts(eqn)
+            carried = range(n_consts, n_consts + n_carry)
+        case "while":
+            start, n_consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+            bodies = bodies[1:]
+            carried = range(n_consts, len(bodies[0].in_avals))
+        case "cond":
+            start = 1
+    return [(body, start, carried) for body in bodies]
 
 
 def _while(eqn: JaxprEqn, args: Sequence, test: Body, body: Body) -> list:

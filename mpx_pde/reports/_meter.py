@@ -15,7 +15,6 @@ from ..precision._cast import widen
 from ..precision._dtypes import is_narrow
 from ..program import _tables as tables
 from ..program._jaxpr import (
-    LOOPS,
     aval_of,
     bodies_of,
     close,
@@ -33,7 +32,7 @@ from ._stats import Counts, is_finite, is_measured
 
 
 # Containers whose bodies are measured per step, branch or device; the others are inlined.
-_REBOUND = {*LOOPS, "shard_map"}
+_REBOUND = {*tables.LOOPS, "shard_map"}
 
 # Operations that only move values show nothing new.
 _MOVES = {*tables.LAYOUT, "stop_gradient", "name"}

@@ -15,9 +15,8 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jaxtyping import Array
 
 from ..products._order import batch_behind
+from ..program import _tables as tables
 from ..program._jaxpr import (
-    CALLS,
-    OF_REVERSE_MODE,
     bodies_of,
     in_context_of,
     own_bind,
@@ -63,7 +62,7 @@ def _joined(parts: list[Array]) -> Array:
 
 # A `custom_jvp` is entered too, because nothing is differentiated here and its rule may hold values
 # of a finished trace.
-_ENTERED = CALLS | OF_REVERSE_MODE | {"custom_jvp_call"}
+_ENTERED = tables.CALLS | tables.OF_REVERSE_MODE | tables.PUSHES
 
 
 def _collect(closed: ClosedJaxpr, operands: Sequence, found: dict[str, list[Array]]) -> list:

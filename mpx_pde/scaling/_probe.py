@@ -18,8 +18,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 from jaxtyping import Array, Float, Float32
 
+from .._util._primitives import lower, with_batch_at
 from .._util._varying import match_varying_axes
-from ..products._order import lower, with_batch_at
 
 
 LOWEST, HIGHEST = -32, 31

@@ -225,7 +225,11 @@ def test_derivatives_that_only_a_backward_rule_knows():
             call(POINT)
     # The value has no derivative, and a loss takes the rule.
     assert partials(fun, ["u"])(POINT)["u"] == fun(POINT)
-    kept = lambda p: lax.stop_gradient(rounded(p[0])) * p[0] ** 2
+
+    def kept(p):
+        x = p[0]
+        return lax.stop_gradient(rounded(x)) * x**2
+
     assert partials(kept, ["u_x"])(POINT)["u_x"] == 2 * rounded(POINT[0]) * POINT[0]
 
 

@@ -13,8 +13,8 @@ from jax import lax
 from program_functions import magnitude, own, swish
 
 import mpx_pde as mpx
-from mpx_pde.engine import _together
-from mpx_pde.engine._evaluate import Evaluator
+from mpx_pde.engine._derivatives import Derivatives
+from mpx_pde.engine.taylor import _together
 
 
 POINT = jnp.array([0.3, 0.7])
@@ -401,8 +401,8 @@ def test_layers_that_differ_in_a_literal_array_are_not_taken_for_one():
 
 def test_layers_that_are_alike_are_traced_once(monkeypatch):
     made = []
-    make = Evaluator._as_layer
-    monkeypatch.setattr(Evaluator, "_as_layer", lambda *args: made.append(args) or make(*args))
+    make = Derivatives._as_layer
+    monkeypatch.setattr(Derivatives, "_as_layer", lambda *args: made.append(args) or make(*args))
 
     def layers(depth):
         made.clear()

@@ -159,6 +159,47 @@ def test_what_a_loop_keeps_is_counted_by_its_steps():
     assert report.kept_in_half == (2 * 400 + 1) * STATES.size * 2
 
 
+class Normed(eqx.Module):
+    """Layers with a norm between them."""
+
+    first: eqx.nn.MLP
+    norm: eqx.nn.LayerNorm
+    last: eqx.nn.Linear
+
+    def __init__(self):
+        one, other = jax.random.split(jax.random.key(0))
+        self.first = eqx.nn.MLP(16, 64, 64, 1, jnp.tanh, key=one)
+        self.norm, self.last = eqx.nn.LayerNorm(64), eqx.nn.Linear(64, "scalar", key=other)
+
+    def __call__(self, x):
+        return self.last(jnp.tanh(self.norm(self.first(x))))
+
+
+def normed_value(model, x):
+    return jnp.mean(jax.vmap(model)(x) ** 2)
+
+
+def normed_terms(model, x):
+    axes = [f"x{i}" for i in range(16)]
+    terms = ["u", "u_x0", "u_x1", "u_x0x0"]
+    return sum(jnp.mean(t**2) for t in jax.vmap(
+        mpx.partials(model, terms, coords=axes, outputs="u")
+    )(x).values())  # fmt: skip
+
+
+@pytest.mark.parametrize(("loss", "streams"), [(normed_value, 1), (normed_terms, 4)])
+def test_the_deviations_from_a_mean_are_kept_once(loss, streams):
+    """A norm and the variance in it both subtract the mean."""
+    model, x = Normed(), 0.5 * POINTS
+    report = mpx.precision_report(gradient(loss, "bfloat16"))(model, x)
+    # The value of the first layer, and all streams of the norm.
+    of_all = (1 + streams) * 128 * 64 * 2
+    assert report.kept_in_half < 1.1 * of_all
+    want = eqx.filter_jit(eqx.filter_grad(loss))(model, x)
+    *_, got = eqx.filter_jit(gradient(loss, "bfloat16"))(model, x)
+    assert relative(got, want) < TOLERANCES["bfloat16"]
+
+
 def test_a_kept_value_beyond_the_range_of_float16_makes_the_step_not_finite():
     """The derivative of a saturated function would be zero, and the step silently wrong."""
     loss = lambda w, x: squared(jnp.tanh(1e-12 * (x @ w) ** 2) - 1)

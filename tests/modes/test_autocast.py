@@ -139,6 +139,17 @@ def evaluated_again(fun, *args):
     return [e.params["jaxpr"] for e in equations(jaxpr) if e.primitive.name == "remat2"]
 
 
+def test_whole_numbers_of_a_loop_go_into_a_branch():
+    def fun(w, x):
+        step = lambda c: (c[0] + 1, jnp.tanh(c[1] @ w))
+        n, h = lax.while_loop(lambda c: c[0] < 3, step, (0, x))
+        return jnp.sum(lax.cond(n > 2, lambda h, n: n * h, lambda h, n: h @ w, h, n))
+
+    w, x = normal(0, (6, 6), 0.4), normal(1, (6,))
+    got, want = (jax.jit(f)(w, x) for f in (mpx.autocast(fun, "float16"), fun))
+    assert tree_allclose(got, want, computed_in="float16")
+
+
 def test_layers_that_differ_in_a_sign_of_zero_are_not_alike():
     w, x = normal(0, (4, 4)), normal(1, (4,))
 

@@ -18,8 +18,8 @@ from jax.interpreters import ad
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mpx_pde as mpx
-from mpx_pde.engine import _known
-from mpx_pde.engine._towers import CLOSED
+from mpx_pde.engine.taylor import _known
+from mpx_pde.engine.taylor._towers import CLOSED
 from mpx_pde.program import _tables as tables
 
 

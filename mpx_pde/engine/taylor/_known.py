@@ -11,10 +11,10 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from ..program import _tables as tables
-from ..program._flat import Step
+from ...program import _tables as tables
+from ...program._flat import Step
+from ._jets import Jet, bind_primals, is_inexact
 from ._plan import Index, Plan
-from ._streams import Jet, bind_primals, is_inexact
 from ._together import spread_together
 
 
@@ -65,7 +65,7 @@ def only_moves(step: Step, operands: Sequence[Any]) -> bool:
     others = [x for x in operands if not isinstance(x, Jet)]
     if step.name not in tables.COORDINATES or len(step.outputs) != 1:
         return False
-    if step.name in ("mul", "div") and not (len(others) == 1 and operands[0] is jets[0]):
+    if step.name in tables.SCALINGS and not (len(others) == 1 and operands[0] is jets[0]):
         return False
     streams = [s for x in jets for s in x.streams.values()]
     numbers = all(isinstance(x, np.ndarray | np.generic) for x in others)
@@ -77,7 +77,7 @@ def only_moves(step: Step, operands: Sequence[Any]) -> bool:
 def folded(rule: Callable, eqn: JaxprEqn, operands: list[Any], plan: Plan) -> list[Jet]:
     """Applies a rule to streams that are known while tracing, and drops those that vanish."""
     name = eqn.primitive.name
-    if name in ("add", "sub", "mul", "div") or not is_inexact(eqn.outvars[0].aval):
+    if name in tables.ADDITIONS | tables.SCALINGS or not is_inexact(eqn.outvars[0].aval):
         # These rules compute with NumPy if their operands are NumPy arrays.
         (out,) = rule(eqn, operands)
     else:

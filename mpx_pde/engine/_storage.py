@@ -1,7 +1,7 @@
-"""Values with their derivatives, and the way in which these are stored."""
+"""The way in which values are computed, and kept between layers."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -9,13 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
-from jaxtyping import Array
 
-from .._util._varying import match_varying_axes
 from ..products._order import rounded_cotangent
-from ..program._jaxpr import aval_of, bodies_of, own_bind
-from ._plan import Index
-from ._together import any_together, spread_together
+from ..program._jaxpr import aval_of
+from .taylor._jets import Jet, Operand, cast, is_inexact, primal_of
+from .taylor._plan import Index
 
 
 RAW, FIRST, DEEP, WILD = range(4)
@@ -27,57 +25,39 @@ Under `autocast`, without streams, values are `DEEP`, except those that may have
 derivatives. These are `WILD`: they have no scale, and are never rounded to half."""
 
 
-def takes_derivatives(eqn: JaxprEqn) -> bool:
-    """Returns whether results of an equation, or of one inside it, are derivatives."""
-    inside = (inner for body in bodies_of(eqn) for inner in body.jaxpr.eqns)
-    return eqn.primitive.name == "derivative_tap" or any(map(takes_derivatives, inside))
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Jet:
-    """A value that depends on the point, and its streams. A missing stream is zero. The value
-    is replaced by its shape when it enters a layer that does not use it.
+class Staged:
+    """A value that depends on the point, as it enters or leaves a program, and its stage."""
 
-    Arrays in half are *stored*: multiplied by the scale of their stream. Other arrays are not. The
-    evaluation of a program sets the `stage`; rules do not.
-    """
-
-    primal: Any
-    streams: dict[Index, Any] = dataclasses.field(default_factory=dict)
+    jet: Jet
     stage: int = eqx.field(static=True, default=DEEP)
 
-    def map(self, function: Callable[[Any, Index], Any]) -> "Jet":
-        """Applies a function to each stream and its key, and to the value and `()`."""
-        streams = {key: function(x, key) for key, x in self.streams.items()}
-        return Jet(function(self.primal, ()), streams, self.stage)
+    def map(self, function: Callable[[Any, Index], Any]) -> "Staged":
+        return Staged(self.jet.map(function), self.stage)
 
-    def only(self, keys: Collection[Index]) -> "Jet":
-        """Returns the value with only the streams at these keys."""
-        return Jet(self.primal, {k: s for k, s in self.streams.items() if k in keys}, self.stage)
-
-    def spread(self, shape: Sequence[Any], dims: Sequence[int]) -> "Jet":
-        """Broadcasts the value and its streams to a shape, as in `lax.broadcast_in_dim`."""
-
-        return each([self], lambda arrays: spread_together(arrays, shape, dims))[0]
+    def only(self, keys: Collection[Index]) -> "Staged":
+        return Staged(self.jet.only(keys), self.stage)
 
 
-def each(jets: Sequence[Jet], function: Callable[[list], list]) -> list[Jet]:
-    """Applies a function to all arrays of some jets together, and returns the new jets."""
-    found = iter(function([array for x in jets for array in (x.primal, *x.streams.values())]))
-    return [Jet(next(found), {k: next(found) for k in x.streams}, x.stage) for x in jets]
+Given = Any
+"""A [`Staged`][] value, or an array that does not depend on the point."""
 
 
-Streams = dict[Index, Any]
+def jet_of(x: Given) -> Operand:
+    return x.jet if isinstance(x, Staged) else x
 
-Operand = Any
-"""A [`Jet`][], or an array that does not depend on the point."""
+
+def array_of(x: Given) -> Any:
+    """Returns a value without its streams."""
+    return primal_of(jet_of(x))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """The way in which streams are computed, and kept between layers.
+    """The way in which streams are computed, and kept between layers. Arrays in half are *stored*:
+    multiplied by the scale of their stream. Other arrays are not.
 
     **Attributes:**
 
@@ -135,30 +115,16 @@ class Storage:
         by_scale = lambda x, key: rounded_cotangent(self.scaled(x, key), self.dtype)
         return jet.map(lambda x, key: x if key in but else self.unscaled(by_scale(x, key), key))
 
-    def overflows(self, jets: Iterable[Jet]) -> dict[Index, Array]:
-        """Returns which of the scaled streams overflow when stored; smaller scales prevent this."""
-        largest: dict[tuple, Array] = {}
-        for key, x in ((key, x) for jet in jets for key, x in jet.streams.items()):
-            if key in self.scales and x is not None and x.dtype == self.registers != self.dtype:
-                place, size = (key, x.shape), jnp.abs(x)
-                largest[place] = jnp.fmax(largest[place], size) if place in largest else size
-        limit = float(jnp.finfo(self.dtype).max)
-        # A NaN is not larger.
-        beyond = [self.scaled(x, key) > limit for (key, _), x in largest.items()]
-        out: dict[Index, Array] = {}
-        for (key, _), does in zip(largest, any_together(beyond), strict=True):
-            tell(out, key, does)
-        return out
-
-    def loaded(self, x: "Operand", dtype: Any = None) -> "Operand":
-        """Returns a value of `dtype` in the program, cast to the dtype that it is computed in."""
+    def loaded(self, x: Any, dtype: Any = None) -> Any:
+        """Returns a value of `dtype` in the program, cast to the dtype that it is computed in. It
+        may be a jet, a [`Staged`][] one, or an array."""
 
         def load(array, key):
             if self.is_stored(array):
                 array = self.unscaled(array.astype(self.registers), key)
             return self.constant(array, dtype)
 
-        return x.map(load) if isinstance(x, Jet) else self.constant(x, dtype)
+        return x.map(load) if isinstance(x, Jet | Staged) else self.constant(x, dtype)
 
     def computed(self, jet: Jet, dtype: Any) -> Jet:
         """Returns a result of `dtype` in the program, cast to the dtype that it is computed in.
@@ -180,27 +146,6 @@ def _along(scale: Any, x: Any) -> Any:
     return scale.astype(x.dtype)
 
 
-def cast(x: Any, dtype: Any) -> Any:
-    """Casts an array. A NumPy array stays one."""
-    return x if x.dtype == dtype else x.astype(dtype)
-
-
-def total(terms: Iterable[Any]) -> Any:
-    """Returns the sum of the terms that are not `None`; `None` if there are none."""
-    first, *rest = [x for x in terms if x is not None] or [None]
-    return sum(rest, first)
-
-
-def is_inexact(x: Any) -> bool:
-    dtype = getattr(x, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
-
-
-def is_traced(x: Any) -> bool:
-    """Returns whether a leaf is an array that is not known while tracing."""
-    return isinstance(x, jax.Array)
-
-
 def typed(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
     """Casts inexact operands to the dtypes that they have in the program. An equation that holds a
     program, such as a loop, takes no others."""
@@ -208,21 +153,3 @@ def typed(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
         cast(x, aval_of(v).dtype) if is_inexact(x) else x
         for x, v in zip(args, eqn.invars, strict=True)
     ]
-
-
-def bind(eqn: JaxprEqn, args: Sequence[Any]) -> list:
-    """Binds an equation to streams in place of values.
-
-    Inside `shard_map`, the seeds are the same on all devices, but the point is not.
-    """
-    return own_bind(eqn, match_varying_axes(*args))
-
-
-def primal_of(x: Operand) -> Any:
-    """Returns a value without its streams."""
-    return x.primal if isinstance(x, Jet) else x
-
-
-def bind_primals(eqn: JaxprEqn, operands: Sequence[Operand]) -> list:
-    """Binds an equation to the values of its operands."""
-    return bind(eqn, list(map(primal_of, operands)))

@@ -6,7 +6,7 @@ import functools as ft
 import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -15,33 +15,40 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from .._util._varying import match_varying_axes
-from .._util._wrapper import of_some
-from ..program import _tables as tables
-from ..program._jaxpr import CALLS, aval_of, bodies_of, differentiable, own_bind, pushforward
-from ._custom import custom_in_registers
-from ._facts import KEPT_TERMS
-from ._moments import moments_p
+from ..._util._varying import match_varying_axes
+from ..._util._wrapper import of_some
+from ...program import _tables as tables
+from ...program._jaxpr import aval_of, bodies_of, differentiable, own_bind, pushforward
+from ._jets import Jet, Operand, Streams, bind, bind_primals, each, is_inexact, primal_of, total
 from ._plan import Index, Plan, chains, splits, sum_key
-from ._streams import Jet, Operand, Streams, bind, bind_primals, each, is_inexact, primal_of, total
 from ._together import beside, joined, sum_together
 from ._towers import CLOSED, closed_tower, nested_tower
+
+
+KEPT_TERMS = "mpx_pde.kept_terms"
+"""The scope of sums whose results are of the size of their terms. A backward pass may compute them
+again from these."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """The rules of one evaluation, for values that are not stored.
+    """The rules of one evaluation.
 
     **Attributes:**
 
     - `plan`: the streams.
     - `factors`: for each sum, the factors of its summands. They are numbers, scalars or, for a
         stacked summand, an array with a factor for each direction.
+    - `own`: evaluates a function with a derivative of its own, an equation, on arrays.
+    - `summed`: whether the gradients of an array that multiplies several streams are summed in one
+        pass.
     """
 
     plan: Plan = eqx.field(static=True)
     factors: Sequence[Sequence[Any]] = ()
+    own: Callable[[JaxprEqn, Sequence[Any]], list] = eqx.field(static=True, default=own_bind)
+    summed: bool = eqx.field(static=True, default=True)
 
     @ft.cached_property
     def weights(self) -> dict[Index, tuple[tuple[Any, Index], ...]]:
@@ -129,31 +136,15 @@ class Rules:
 
     # Rules by primitive. Each takes an equation and its operands, and returns the results.
 
-    def find(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> Callable | None:
+    def find(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> "JetRule | None":
         """Returns the rule for an equation that is no product or container; `None` without one."""
-        name = eqn.primitive.name
-        moving = [i for i, x in enumerate(operands) if isinstance(x, Jet)]
-        if name in tables.CONSTANT or not any(is_inexact(v.aval) for v in eqn.outvars):
-            return self._constant
-        own = {"convert_element_type": self._convert, "device_put": self._each}
-        own |= {"mul": self._mul, "div": self._div, "sqrt": self._sqrt}
-        own |= {moments_p.name: self.moments}
-        if name in own:
-            return own[name]
-        if name in tables.TOGETHER and not any(map(_is_complex, eqn.invars)):
-            return self._together
-        if name == "scatter" and not eqn.params["unique_indices"]:
-            # Of several updates of one entry, all streams take the one that the value takes.
-            return self._selection
-        if name in tables.LINEAR:
-            return self._linear
-        if name in tables.SELECTIONS and (name != "clamp" or moving == [1]):
-            return self._selection
-        if name == "custom_jvp_call":
-            return self._custom if self._is_elementwise(eqn, moving, operands) else None
-        real = not any(map(_is_complex, eqn.invars))
-        fits = moving == [0] and real and name in tables.ELEMENTWISE
-        return self._elementwise if fits else None
+        if not any(is_inexact(v.aval) for v in eqn.outvars):
+            return JET_RULES["constant"]
+        row = tables.TABLE.get(eqn.primitive.name)
+        rule = None if row is None else JET_RULES.get(row.rule)
+        while rule is not None and rule.fits is not None and not rule.fits(self, eqn, operands):
+            rule = JET_RULES.get(rule.otherwise)
+        return rule
 
     def _constant(self, eqn, operands):
         return list(map(Jet, bind_primals(eqn, operands)))
@@ -210,7 +201,7 @@ class Rules:
         (x,), params = operands, eqn.params
         if params.get("sharding", params.get("out_sharding")) is not None:
             return self._linear(eqn, operands)
-        if eqn.primitive.name == "broadcast_in_dim":
+        if eqn.primitive.name in tables.LAYOUT:
             # The axes in a program may be NumPy integers.
             return [x.spread(params["shape"], tuple(map(int, params["broadcast_dimensions"])))]
         return summed([x], tuple(map(int, params["axes"])))
@@ -218,7 +209,8 @@ class Rules:
     def moments(self, eqn, operands):
         """Returns the sum of an array and the sum of its squared deviations from the mean, in one
         pass. The mean of the first few entries is subtracted before both sums. The results do not
-        depend on it, so it has no derivative."""
+        depend on it, so it has no derivative. The squares have none either (see
+        `squares_about_mean`)."""
         (x,), axes = operands, eqn.params["axes"]
         shape = np.shape(x.primal)
         count, few = math.prod(shape[i] for i in axes), min(shape[axes[-1]], 8)
@@ -229,11 +221,32 @@ class Rules:
         (start,) = summed(each([x], first), axes)
         kept = [i for i in range(len(shape)) if i not in axes]
         y = added(x, start.spread(shape, kept), -1)
-        sums, squares = summed([y, self._square(y)], axes)
-        squares = added(squares, self._square(sums), -1 / count)
+        still = jax.tree.map(lax.stop_gradient, y)
+        sums, squares = summed([y, self._square(still)], axes)
+        less = self._square(jax.tree.map(lax.stop_gradient, sums))
+        squares = added(squares, less, -1 / count)
         # For equal entries, rounding may give a negative result, which has no square root.
         least = jnp.where(squares.primal < 0, 0, squares.primal)
         return [added(sums, start, count), dataclasses.replace(squares, primal=least)]
+
+    def squares_about_mean(self, eqn, operands):
+        """Gives the sum of squared deviations its derivative. The deviations from the mean add up
+        to zero, so the derivative of the mean has no part in it."""
+        squares, x, deviations = (x if isinstance(x, Jet) else Jet(x) for x in operands)
+        axes = eqn.params["axes"]
+
+        @jax.custom_jvp
+        def about_mean(squares, x, deviations):
+            return squares
+
+        @about_mean.defjvp
+        def _(primals, tangents):
+            squares, _, deviations = primals
+            summed_squares = lambda y: summed([self._square(y)], axes)[0]
+            _, slope = jax.jvp(summed_squares, (deviations,), (tangents[1],))
+            return squares, slope
+
+        return [about_mean(squares, x, deviations)]
 
     def _square(self, x: Jet) -> Jet:
         return self.compose(closed_tower("integer_pow", self.order(x), x.primal, 2), x)
@@ -242,12 +255,14 @@ class Rules:
         name = eqn.primitive.name
         if name in tables.ADDITIONS:
             x, y = (x.streams.get(key) if isinstance(x, Jet) else None for x in operands)
-            return [total([x, -y if name == "sub" and y is not None else y])]
-        if name == "gather":
+            if name in tables.SUBTRACTIONS and y is not None:
+                y = -y
+            return [total([x, y])]
+        if name in tables.GATHERS:
             # An entry that is read out of bounds is a constant, so its derivative is zero.
             eqn = eqn.replace(params={**eqn.params, "fill_value": 0})
         place = lambda args: bind(eqn, args)
-        if name == "concatenate":
+        if name in tables.JOINS:
             place = lambda args: [joined(args, eqn.params["dimension"])]
         return self._mapped(place, operands, key)
 
@@ -271,7 +286,7 @@ class Rules:
             return [Jet(primal, self.leibniz(lambda x, y, *_: x * y, a, b))]
         jet, factor = (a, b) if isinstance(a, Jet) else (b, a)
         if isinstance(factor, jax.Array) and jet.streams:
-            (factor,) = beside([factor], jet.primal)
+            (factor,) = beside([factor], jet.primal, summed=self.summed)
             primal = jet.primal * factor
         else:
             (primal,) = bind_primals(eqn, operands)
@@ -398,8 +413,9 @@ class Rules:
 
     # Functions with a custom derivative.
 
-    def _is_elementwise(self, eqn, moving, operands) -> bool:
+    def _is_elementwise(self, eqn, operands) -> bool:
         (out, *more) = eqn.outvars
+        moving = _moving(operands)
         if more or len(moving) != 1 or any(map(_is_complex, (*eqn.invars, out))):
             return False
         x = operands[moving[0]]
@@ -414,9 +430,76 @@ class Rules:
         if _is_logaddexp(eqn):
             tower = closed_tower("logaddexp", self.order(x), x.primal, _number(operands[1 - i]))
         else:
-            whole = lambda *args: custom_in_registers(eqn, match_varying_axes(*args))[0]
+            whole = lambda *args: self.own(eqn, match_varying_axes(*args))[0]
             tower = nested_tower(of_some(whole, operands, [i]), self.order(x), x.primal)
         return [self.compose(tower, x)]
+
+
+def _moving(operands: Sequence[Operand]) -> list[int]:
+    """Returns the positions of the operands that depend on the point."""
+    return [i for i, x in enumerate(operands) if isinstance(x, Jet)]
+
+
+class JetRule(NamedTuple):
+    """A rule for streams.
+
+    **Attributes:**
+
+    - `apply`: a method of `Rules` that takes an equation and its operands.
+    - `fits`: returns whether the rule holds for an equation; `None` if it always does.
+    - `otherwise`: the name of the rule for equations that it does not hold for; by default they
+        have none.
+    """
+
+    apply: Callable[[Rules, JaxprEqn, Sequence[Operand]], list[Jet]]
+    fits: Callable[[Rules, JaxprEqn, Sequence[Operand]], bool] | None = None
+    otherwise: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.apply.__name__.strip("_")
+
+
+def _is_real(rules: Rules, eqn: JaxprEqn, operands: Sequence[Operand]) -> bool:
+    return not any(map(_is_complex, eqn.invars))
+
+
+def _is_of_one(rules: Rules, eqn: JaxprEqn, operands: Sequence[Operand]) -> bool:
+    return _moving(operands) == [0] and _is_real(rules, eqn, operands)
+
+
+def _has_fixed_bounds(rules: Rules, eqn: JaxprEqn, operands: Sequence[Operand]) -> bool:
+    return _moving(operands) == [1]
+
+
+def _updates_once(rules: Rules, eqn: JaxprEqn, operands: Sequence[Operand]) -> bool:
+    # Of several updates of one entry, all streams take the one that the value takes.
+    return eqn.params["unique_indices"]
+
+
+JET_RULES: dict[str, JetRule] = {
+    "constant": JetRule(Rules._constant),
+    "cast": JetRule(Rules._convert),
+    "layout": JetRule(Rules._linear),
+    "linear": JetRule(Rules._linear),
+    "each": JetRule(Rules._each),
+    "together": JetRule(Rules._together, _is_real, "linear"),
+    "scatter": JetRule(Rules._linear, _updates_once, "selection"),
+    "selection": JetRule(Rules._selection),
+    "clamp": JetRule(Rules._selection, _has_fixed_bounds),
+    "mul": JetRule(Rules._mul),
+    "div": JetRule(Rules._div),
+    "sqrt": JetRule(Rules._sqrt),
+    "moments": JetRule(Rules.moments),
+    "squares_about_mean": JetRule(Rules.squares_about_mean),
+    "elementwise": JetRule(Rules._elementwise, _is_of_one),
+    "custom": JetRule(Rules._custom, Rules._is_elementwise),
+}
+"""Rules for streams, by their names in the table of primitives. What has none here is a product or
+a container, or is differentiated by nested `jvp`, or not at all."""
+
+_ELSEWHERE = {"product", "container", "nested", "opaque"}
+assert {row.rule for row in tables.TABLE.values()} == {*JET_RULES} | _ELSEWHERE
 
 
 def summed(jets: Sequence[Jet], axes: Sequence[int]) -> list[Jet]:
@@ -441,7 +524,7 @@ def aligned(eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
     if name not in tables.BROADCASTS or not shape:
         return list(operands)
     # The rule for `div` spreads the divisor itself.
-    places = (0,) if name == "div" else range(len(operands))
+    places = (0,) if name in tables.DIVISIONS else range(len(operands))
     return [spread(x, shape) if i in places else x for i, x in enumerate(operands)]
 
 
@@ -497,9 +580,9 @@ def _pointwise(closed: ClosedJaxpr, order: int = 0) -> bool:
 
     def fits(eqn):
         name = eqn.primitive.name
-        if name == "custom_jvp_call":
+        if name in tables.PUSHES:
             return _pointwise_custom(eqn, differentiable(eqn.invars), order)
-        if name in CALLS:
+        if name in tables.CALLS:
             return _pointwise(bodies_of(eqn)[0], order)
         if name == "broadcast_in_dim":
             return eqn.invars[0].aval.shape in ((), eqn.outvars[0].aval.shape)

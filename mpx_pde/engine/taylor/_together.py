@@ -19,9 +19,8 @@ from jax.extend.core.primitives import broadcast_in_dim_p, concatenate_p, reduce
 from jax.interpreters import ad, batching, partial_eval
 from jaxtyping import Array
 
-from .._util._varying import match_varying_axes
-from ..precision._forward import in_full_forward
-from ..products._order import keep_used, lower, present, repeated, with_batch_at
+from ..._util._primitives import keep_used, lower, present, repeated, with_batch_at
+from ..._util._varying import match_varying_axes
 
 
 def sum_together(arrays: Sequence[Any], axes: Sequence[int]) -> list[Array]:
@@ -52,35 +51,24 @@ def spread_together(arrays: Sequence[Any], shape: Sequence[Any], dims: Sequence[
     return _grouped(spread, arrays)
 
 
-def beside(arrays: Sequence[Any], like: Any, *, leading: bool = False) -> list[Array]:
+def beside(
+    arrays: Sequence[Any], like: Any, *, leading: bool = False, summed: bool = True
+) -> list[Array]:
     """Broadcasts arrays to the shape of `like`, for use with several streams. The cotangents of an
     array are added before they are summed over the axes that it was broadcast over, including
-    points. Arrays that were broadcast over the same axes are summed in one pass.
+    points. Arrays that were broadcast over the same axes are summed in one pass. Without `summed`
+    this is a plain broadcast.
 
     The axes of an array are the last ones of `like`, and a `vmap` adds one in front. If `leading`,
     they are the first ones, such as the channels of a field, and a `vmap` adds one after them."""
-    if in_full_forward():
-        axes = range(np.ndim(like)) if leading else range(np.ndim(like))[::-1]
-        return [_broadcast(x, like.shape, sorted(axes[: np.ndim(x)])) for x in arrays]
+    if not summed:
+        return _beside(*arrays, like, leading=leading)
     return _beside_p.bind(*match_varying_axes(*arrays, like), leading=leading)
-
-
-def _broadcast(x: Any, shape: Sequence[Any], axes: Sequence[int]) -> Any:
-    return lax.broadcast_in_dim(x, shape, axes)
 
 
 def joined(arrays: Sequence[Any], dimension: int) -> Array:
     """Concatenates arrays along an axis, as `lax.concatenate` does."""
     return _joined_p.bind(*match_varying_axes(*arrays), dimension=dimension)
-
-
-def any_together(arrays: Sequence[Any]) -> list[Array]:
-    """Returns, for each array of booleans, whether any of them is true."""
-
-    def look(_, group):
-        return _any_p.bind(*match_varying_axes(*group), axes=tuple(range(group[0].ndim)))
-
-    return _grouped(look, arrays)
 
 
 def _grouped(
@@ -103,7 +91,6 @@ def _grouped(
 _sum_p = Primitive("sum_together")
 _spread_p = Primitive("spread_together")
 _beside_p = Primitive("beside")
-_any_p = Primitive("any_together")
 _joined_p = Primitive("joined")
 
 
@@ -125,17 +112,6 @@ def _spreads(*arrays, shape, at):
     return [lax.broadcast_in_dim(x, shape, at) for x in arrays]
 
 
-def _anys(*arrays, axes):
-    return [lax.reduce_or(x, axes) for x in arrays]
-
-
-def _anys_in_one(*arrays, axes):
-    # XLA for CPUs makes three kernels of each separate operation.
-    either = lambda a, b: tuple(x | y for x, y in zip(a, b, strict=True))
-    false = (np.zeros((), bool),) * len(arrays)
-    return list(lax.reduce(arrays, false, either, axes))
-
-
 def _abstract_each(primitive, avals, **params):
     """Returns the abstract results of a JAX primitive for each array, with their shardings."""
     return [primitive.abstract_eval(x.update(weak_type=False), **params)[0] for x in avals]
@@ -143,11 +119,6 @@ def _abstract_each(primitive, avals, **params):
 
 def _abstract_sums(*avals, axes):
     return _abstract_each(reduce_sum_p, avals, axes=axes, out_sharding=None)
-
-
-def _abstract_anys(*avals, axes):
-    out = _abstract_sums(*(x.update(dtype=np.float32) for x in avals), axes=axes)
-    return [x.update(dtype=bool) for x in out]
 
 
 def _abstract_spreads(*avals, shape, at):
@@ -275,7 +246,6 @@ ad.deflinear2(_joined_p, ad.primitive_transposes[concatenate_p])
 batching.primitive_batchers[_joined_p] = _batch_joined
 for _primitive, _function, _abstract, _batch in (
     (_sum_p, _sums, _abstract_sums, _batch_each),
-    (_any_p, _anys, _abstract_anys, _batch_each),
     (_spread_p, _spreads, _abstract_spreads, _batch_each),
     (_beside_p, _beside, _abstract_beside, _batch_beside),
 ):
@@ -291,7 +261,6 @@ for _primitive, _transpose in (
 ):
     ad.primitive_jvps[_primitive] = ft.partial(_jvp, _primitive)
     ad.primitive_transposes[_primitive] = _transpose
-lower(_any_p, _anys, cpu=_anys_in_one)
 lower(_spread_p, _spreads)
 lower(_beside_p, _beside)
 # On other platforms, one sum of several arrays is slower than one sum for each.

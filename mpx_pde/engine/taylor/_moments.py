@@ -1,0 +1,89 @@
+"""Finds sums of squared deviations from the mean in a program."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Collection, Mapping
+
+from jax.extend.core import Primitive
+
+from ...program import _tables as tables
+from ...program._deviations import Sum, deviations, summed, with_deviations_once
+from ...program._flat import Flat, Step, dependent, needed
+from ...program._jaxpr import aval_of
+
+
+LARGEST = 2**16
+"""The largest number of entries whose variance is taken from sums of squares. The mean of the first
+few is subtracted. These deviate from the mean too, so rounding loses no more than this factor."""
+
+moments_p = Primitive("moments")
+"""The sum of an array over axes, and the sum of the squares of its deviations from the mean. The
+latter has no derivative."""
+moments_p.multiple_results = True
+
+squares_p = Primitive("squares_about_mean")
+"""The second result of `moments_p`, with its derivative. Takes this result, the array, and the
+deviations."""
+
+
+def with_moments(flat: Flat, moving: Collection[int]) -> Flat:
+    """Returns a program that takes variances of values that depend on `moving` ones in one pass.
+
+    By definition a variance is the mean of the squared deviations from the mean. This takes two
+    passes over all streams. The sums of an array and of its squares take one pass, and determine
+    the variance. Its derivative is that by definition, which reads the deviations: a norm has them
+    for its result too.
+    """
+    flat = with_deviations_once(flat)
+    made = {x: step for step in flat.steps for x in step.outputs}
+    depends = dependent(flat, moving)
+    squares: dict[Sum, tuple[Step, Step]] = {}
+    for step in flat.steps:
+        found = _squared_deviations(step, made)
+        if found is not None and found[0] in depends:
+            squares[found] = step, made[made[step.inputs[0]].variables[0]]
+    if not squares:
+        return flat
+
+    numbers = itertools.count(1 + max(x for step in flat.steps for x in step.outputs))
+    values = {where: next(numbers) for where in squares}
+    ends = {id(end): where for where, (end, _) in squares.items()}
+    steps: list[Step] = []
+    for step in flat.steps:
+        if id(step) in ends:
+            where = ends[id(step)]
+            _, centered = squares[where]
+            inputs = (values[where], where[0], *centered.outputs)
+            atoms = [*step.eqn.outvars, centered.eqn.invars[0], *centered.eqn.outvars]
+            params = {"axes": where[1]}
+            eqn = step.eqn.replace(primitive=squares_p, params=params, invars=atoms)
+            steps.append(dataclasses.replace(step, eqn=eqn, inputs=inputs))
+        elif (where := summed(step)) in squares:
+            both = [*step.eqn.outvars, *squares[where][0].eqn.outvars]
+            params = {"axes": where[1]}
+            eqn = step.eqn.replace(primitive=moments_p, params=params, outvars=both)
+            steps.append(Step(eqn, step.inputs, (*step.outputs, values[where])))
+        else:
+            steps.append(step)
+    return flat._replace(steps=needed(steps, flat.outputs))
+
+
+def _squared_deviations(step: Step, made: Mapping[int, Step]) -> Sum | None:
+    """Returns the variable and the axes of a sum of squared deviations; `None` for others."""
+    where = summed(step)
+    square = None if where is None else made.get(where[0])
+    if where is None or square is None or not _is_square(square):
+        return None
+    centered = made.get(square.variables[0])
+    found = None if centered is None else deviations(centered, made)
+    if centered is None or found is None or found[1] != where[1]:
+        return None
+    shape = aval_of(centered.eqn.outvars[0]).shape
+    return found if math.prod(shape[i] for i in where[1]) <= LARGEST else None
+
+
+def _is_square(step: Step) -> bool:
+    if step.name in tables.MULTIPLICATIONS:
+        return len(step.variables) == 2 and len(set(step.variables)) == 1
+    return step.power == 2 and bool(step.variables)

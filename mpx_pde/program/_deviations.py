@@ -1,0 +1,95 @@
+"""Finds deviations from a mean in a program."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from . import _tables as tables
+from ._flat import Constant, Flat, Step, merged, needed
+from ._jaxpr import aval_of
+
+
+Sum = tuple[int, tuple[int, ...]]
+"""A sum: the variable, and the axes that it is taken over."""
+
+
+def with_deviations_once(flat: Flat) -> Flat:
+    """Returns a program that computes nothing twice, and of several deviations of an array from its
+    mean over the same axes one. They differ in how they broadcast the mean: a norm subtracts it
+    from the array, and the variance in it does so too."""
+    flat = merged(flat)
+    made = {x: step for step in flat.steps for x in step.outputs}
+    first: dict[Any, int] = {}
+    same: dict[int, int] = {}
+    for step in flat.steps:
+        if (found := deviations(step, made)) is not None:
+            (x,) = step.outputs
+            same[x] = first.setdefault((found, aval_of(step.eqn.outvars[0])), x)
+    if all(x == y for x, y in same.items()):
+        return flat
+    current = lambda atoms: tuple(x if isinstance(x, Constant) else same.get(x, x) for x in atoms)
+    steps = [dataclasses.replace(step, inputs=current(step.inputs)) for step in flat.steps]
+    outputs = current(flat.outputs)
+    return flat._replace(steps=needed(steps, outputs), outputs=outputs)
+
+
+def summed(step: Step) -> Sum | None:
+    """Returns the variable and the axes of a plain sum of real numbers; `None` for others."""
+    if step.name != "reduce_sum" or isinstance(x := step.inputs[0], Constant):
+        return None
+    params, dtype = step.eqn.params, aval_of(step.eqn.invars[0]).dtype
+    plain = jnp.issubdtype(dtype, jnp.floating) and params.get("out_sharding") is None
+    return (x, tuple(map(int, params["axes"]))) if plain else None
+
+
+def deviations(step: Step, made: Mapping[int, Step]) -> Sum | None:
+    """Returns the sum whose mean a step subtracts from the same array; `None` for others."""
+    if step.name not in tables.SUBTRACTIONS or len(step.variables) != 2:
+        return None
+    x, mean = step.variables
+    shape = aval_of(step.eqn.outvars[0]).shape
+    if aval_of(step.eqn.invars[0]).shape != shape:
+        return None
+    found = _mean_of(mean, x, shape, made)
+    if found is None:
+        return None
+    axes, kept = found
+    there = len(kept) == len(shape) and all(k in (i, None) for i, k in enumerate(kept))
+    rest = {i for i in range(len(shape)) if i not in axes and shape[i] != 1}
+    return (x, axes) if (not kept or there) and rest <= set(kept) else None
+
+
+def _mean_of(
+    k: int | Constant, of: int, shape: tuple[int, ...], made: Mapping[Any, Step]
+) -> tuple[tuple[int, ...], list[int | None]] | None:
+    """Returns the axes of the mean of a variable, and the axis of the variable that each axis of
+    the mean stands for; `None` for another value."""
+    moves: list[Any] = []
+    number: Any = None
+    while (step := made.get(k)) is not None:
+        name, where = step.name, summed(step)
+        if name == "broadcast_in_dim" and len(step.inputs) == 1:
+            moves.append(step.eqn.params)
+        elif name in tables.DIVISIONS and number is None and _is_number(step.inputs[1]):
+            number = step.inputs[1].value
+        elif where is not None and where[0] == of:
+            count = math.prod(shape[i] for i in where[1])
+            if number != count or count == 1:
+                return None
+            kept: list[int | None] = [i for i in range(len(shape)) if i not in where[1]]
+            for params in reversed(moves):
+                places = dict(zip(params["broadcast_dimensions"], kept, strict=True))
+                kept = [places.get(i) for i in range(len(params["shape"]))]
+            return where[1], kept
+        else:
+            return None
+        k = step.inputs[0]
+    return None
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, Constant) and np.ndim(x.value) == 0
