@@ -16,7 +16,6 @@ if it is so again.
 
 import argparse
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from itertools import repeat
@@ -333,28 +332,37 @@ def rows_of(name: str, modes: tuple[str, ...] = MODES, halves: Any = HALVES) -> 
     return [{**dict(zip(keys, at, strict=True)), **one._asdict()} for *at, one in found]
 
 
+def letters(rows: list[dict]) -> dict[str, str]:
+    """Returns for each mode and format the first letters of the outcomes, one for each of `SIZES`.
+
+    A dash stands for a size that the function does not have.
+    """
+    known = {(r["mode"], r["half"], r["size"]): r["status"][0] for r in rows}
+    pairs = dict.fromkeys((r["mode"], r["half"]) for r in rows)
+    return {f"{m} {h}": "".join(known.get((m, h, size), "-") for size in SIZES) for m, h in pairs}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--functions", nargs="+", help="names such as `jnp.sum`; by default all")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--label", help="a word for the file, to keep an earlier one")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of earlier runs")
 
 
 def run(report: Report, args: argparse.Namespace) -> None:
     report.name = f"sweep_{args.label}" if args.label else "sweep"
+    if args.resume:
+        report.resume("functions", "found", same_code=True)
     groups = distinct(args.functions or names())
-    chosen = list(groups)[: 8 if args.quick else None]
-    counts: dict[tuple[str, str], Counter] = {}
-    with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
+    asked = list(groups)[: 8 if args.quick else None]
+    chosen = [name for name in asked if not report.has("functions", function=name)]
+    with ProcessPoolExecutor(args.jobs, get_context("spawn"), max_tasks_per_child=40) as pool:
         for name, rows in zip(chosen, pool.map(rows_of, chosen, repeat(args.modes)), strict=True):
+            report.record("functions", function=name, names=1 + len(groups[name]), **letters(rows))
             for row in rows:
-                counts.setdefault((row["mode"], row["half"]), Counter())[row["status"]] += 1
                 if row["status"] in ("silent", "raised"):
                     row["error"] = float(f"{row['error']:.2g}") if row["error"] < 1e300 else None
                     report.record("found", function=name, **row)
                     print(name, *row.values(), flush=True)
-    for (mode, half), counter in counts.items():
-        total = {"calls": sum(counter.values()), **{s: counter[s] for s in STATUSES}}
-        report.record("counts", mode=mode, half=half, **total)
-    same = sum(map(len, groups.values()))
-    report.record("functions", programs=len(chosen), names=len(groups) + same)
+            report.save()
