@@ -87,7 +87,8 @@ def arrays_of(f: Function, size: str, half: str) -> tuple[np.ndarray, ...] | Non
         return TIES[: 1 + f.companion]
     long = tuple(np.ones(LONG, np.float32) for _ in f.arrays())
     program = traced(f.call, long) or ""
-    square = f"{LONG},{LONG}" in program  # an outer product says nothing new, and takes long
+    # Outer products and convolutions with a long kernel say nothing new, and take long.
+    square = f"{LONG},{LONG}" in program or (f.companion and "conv_general" in program)
     return long if any(name in program for name in SUMS) and not square else None
 
 
@@ -357,7 +358,7 @@ def run(report: Report, args: argparse.Namespace) -> None:
     groups = distinct(args.functions or names())
     asked = list(groups)[: 8 if args.quick else None]
     chosen = [name for name in asked if not report.has("functions", function=name)]
-    with ProcessPoolExecutor(args.jobs, get_context("spawn"), max_tasks_per_child=40) as pool:
+    with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
         for name, rows in zip(chosen, pool.map(rows_of, chosen, repeat(args.modes)), strict=True):
             report.record("functions", function=name, names=1 + len(groups[name]), **letters(rows))
             for row in rows:
