@@ -22,6 +22,7 @@ from ..program._products import ProductRow
 from ..program._shown import Program, shown
 from ..program._warnings import warn_user
 from ..scaling._probe import tap_p
+from ._differences import magnified_differences
 from ._fragile import fragile_calls
 from ._phases import rounded_phase
 from ._precision import PrecisionReport, arrays_closed_over, half_share_of, report_of
@@ -37,6 +38,8 @@ def diagnose(run: Callable, step: tuple, program: Program) -> None:
     if gradient.mode.casts:
         _warn_of_phases(gradient, program.closed)
         _warn_of_functions(program.closed)
+    if gradient.mode.forward is None:
+        _warn_of_differences(gradient, program.closed)
     if gradient.derivatives is not None and gradient.derivatives.active:
         _warn_of_unused_scaling(program.closed)
     if gradient.has_aux and gradient.mode.casts:
@@ -159,6 +162,20 @@ def _warn_of_functions(closed: ClosedJaxpr) -> None:
             f"`{present_call()}`: {line} calls `{name}` in {dtype}: {reason}.{more} Cast its "
             "arguments by `astype(jnp.float32)`, or pass `forward='float32'` or `autocast=True`. "
             "If its arguments are small, filter `mpx_pde.PrecisionWarning`."
+        )
+
+
+def _warn_of_differences(gradient: Any, closed: ClosedJaxpr) -> None:
+    """Warns of differences that magnify the rounding of what half products computed."""
+    half = gradient.mode.dtype.name
+    if found := magnified_differences(closed, half):
+        line, what, nodes = found[0]
+        more = f" {len(found) - 1} other lines are alike." if found[1:] else ""
+        warn_user(
+            f"`{present_call()}`: {line} {what} values at {nodes:,} nodes that products of {half} "
+            f"computed.{more} Second differences magnify their rounding, relative to the result, "
+            "by about the square of that number. Pass `forward='float32'`. If it averages, or if "
+            "it is meant, filter `mpx_pde.PrecisionWarning`."
         )
 
 
