@@ -38,8 +38,8 @@ class Magnified(NamedTuple):
 
 def magnified_differences(closed: ClosedJaxpr, half: str) -> list[Magnified]:
     """Returns the second differences along a grid, and the products with sparse matrices, of values
-    that products of `half` computed, each line once. A matrix counts unless it is known while
-    tracing and its entries have one sign, as those of an average have."""
+    that products of `half` computed, each line once. A matrix of at least three entries in a row
+    counts, unless they are known while tracing and do not cancel."""
     found: dict[str, Magnified] = {}
     for one in _found_in(closed, half, (), ()):
         if one.nodes**2 > _LEAST * UNITS[half]:
@@ -83,15 +83,30 @@ def _multiplies(closed: ClosedJaxpr, half: str) -> bool:
 
 
 def _rows(step: Step, flat: Flat) -> int:
-    """Returns the number of rows of a sparse matrix; 0 if its entries have one sign."""
-    entries = step.inputs[0]
-    known = entries if isinstance(entries, Constant) else flat.constants.get(entries)
-    if known is not None and not isinstance(known.value, Tracer):
-        values = np.asarray(known.value)
-        if np.all(values >= 0) or np.all(values <= 0):
-            return 0
-    rows = max(step.eqn.outvars[0].aval.shape, default=0)
-    return rows if isinstance(rows, int) else 0
+    """Returns the number of rows of a sparse matrix; 0 if it takes no second differences. These
+    need three entries in a row, which cancel."""
+    entries, indices = (_known(x, flat) for x in step.inputs[:2])
+    count = aval_of(step.eqn.invars[0]).shape[-1]
+    rows = max(aval_of(step.eqn.outvars[0]).shape, default=0)
+    if not isinstance(rows, int) or not isinstance(count, int) or count <= 2 * rows:
+        return 0
+    if entries is None:
+        return rows
+    if step.name.startswith("bcoo") and indices is not None and entries.ndim == 1:
+        (axes, _), _ = step.eqn.params["dimension_numbers"]
+        row = np.delete(indices, axes, axis=1)[:, 0]
+        total, size = (np.bincount(row, x) for x in (entries, np.abs(entries)))
+        cancels = (np.bincount(row, entries != 0) > 2) & (np.abs(total) < 1e-2 * size)
+        return rows if np.mean(cancels) > 0.5 else 0
+    return 0 if np.all(entries >= 0) or np.all(entries <= 0) else rows
+
+
+def _known(x: Any, flat: Flat) -> np.ndarray | None:
+    """Returns the value of an operand if it is known while tracing."""
+    constant = x if isinstance(x, Constant) else flat.constants.get(x)
+    if constant is None or isinstance(constant.value, Tracer):
+        return None
+    return np.asarray(constant.value)
 
 
 class _Stencil(NamedTuple):
