@@ -85,11 +85,21 @@ def arrays_of(f: Function, size: str, half: str) -> tuple[np.ndarray, ...] | Non
         return None
     if size == "ties":
         return TIES[: 1 + f.companion]
+    if (
+        len({program_size(f, n) for n in (48, 96)}) > 1
+    ):  # as `jnp.poly`, an equation for each number
+        return None
     long = tuple(np.ones(LONG, np.float32) for _ in f.arrays())
     program = traced(f.call, long) or ""
     # Outer products and convolutions with a long kernel say nothing new, and take long.
     square = f"{LONG},{LONG}" in program or (f.companion and "conv_general" in program)
     return long if any(name in program for name in SUMS) and not square else None
+
+
+def program_size(f: Function, n: int) -> int:
+    """Returns the number of lines of the program for arguments of `n` numbers."""
+    arrays = tuple(np.ones(n, np.float32) for _ in f.arrays())
+    return (traced(f.call, arrays) or "").count("\n")
 
 
 def weights(shape: tuple[int, ...]) -> np.ndarray:
