@@ -332,9 +332,6 @@ def outcomes(f: Function, modes: Any = MODES, halves: Any = HALVES) -> Iterator[
                     yield mode, half, size, outcome
 
 
-STATUSES = ("right", "told", "infinite", "raised", "silent")
-
-
 def rows_of(name: str, modes: tuple[str, ...] = MODES, halves: Any = HALVES) -> list[dict]:
     """Returns the outcomes of one function as records."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
@@ -343,12 +340,15 @@ def rows_of(name: str, modes: tuple[str, ...] = MODES, halves: Any = HALVES) -> 
     return [{**dict(zip(keys, at, strict=True)), **one._asdict()} for *at, one in found]
 
 
+LETTERS = {"right": "r", "told": "t", "infinite": "i", "raised": "e", "silent": "s"}
+
+
 def letters(rows: list[dict]) -> dict[str, str]:
-    """Returns for each mode and format the first letters of the outcomes, one for each of `SIZES`.
+    """Returns for each mode and format the `LETTERS` of the outcomes, one for each of `SIZES`.
 
     A dash stands for a size that the function does not have.
     """
-    known = {(r["mode"], r["half"], r["size"]): r["status"][0] for r in rows}
+    known = {(r["mode"], r["half"], r["size"]): LETTERS[r["status"]] for r in rows}
     pairs = dict.fromkeys((r["mode"], r["half"]) for r in rows)
     return {f"{m} {h}": "".join(known.get((m, h, size), "-") for size in SIZES) for m, h in pairs}
 
