@@ -20,6 +20,8 @@ class Fragile(NamedTuple):
 
 
 _SQUARES = "its derivative squares the argument, and is 0 from 256 on, where the square overflows"
+_OVERFLOWS = "it squares the argument, and the result is 0 where the square overflows, from 256 on"
+_CANCELS = "its derivative is a difference of which little is left for large arguments"
 _POWERS = "it takes the exponential of a rounded logarithm"
 _PHASE = "it multiplies the argument by π, and the sine of a large rounded phase is arbitrary"
 
@@ -28,6 +30,9 @@ _FUNCTIONS = {
     **dict.fromkeys(("acosh", "asinh", "atan2", "hypot"), (("float16",), _SQUARES)),
     "geomspace": (("bfloat16",), _POWERS),
     "sinc": (_HALVES, _PHASE),
+    "soft_sign": (_HALVES, _CANCELS),
+    "betaln": (("float16",), _CANCELS),
+    "standardize": (("float16",), _OVERFLOWS),
 }
 """The half types in which a function fails, and why, by the name of its primitive or of JAX's
 function."""
@@ -45,13 +50,23 @@ def fragile_calls(closed: ClosedJaxpr) -> list[Fragile]:
 def _calls(closed: ClosedJaxpr, outer: Site) -> Iterator[Fragile]:
     for eqn in closed.jaxpr.eqns:
         site = site_of(eqn, outer)
-        name = eqn.params.get("name", eqn.primitive.name).lstrip("_")
+        name = _name(eqn)
         dtypes, reason = _FUNCTIONS.get(name, ((), ""))
         if (dtype := _dtype(eqn)) in dtypes:
             yield Fragile(site.line or "unknown", name, dtype, reason)
             continue
         for body in bodies_of(eqn):
             yield from _calls(body, site_inside(eqn, site))
+
+
+def _name(eqn: JaxprEqn) -> str:
+    """Returns the name of a primitive, or of the function of JAX that is called or made it."""
+    name, traceback = eqn.params.get("name", eqn.primitive.name), eqn.source_info.traceback
+    if name == "lgamma" and any(
+        f.function_name == "betaln" for f in getattr(traceback, "frames", ())
+    ):
+        return "betaln"
+    return name.lstrip("_")
 
 
 def _dtype(eqn: JaxprEqn) -> str:

@@ -24,6 +24,9 @@ FAIL = {
     "hypot": (lambda x: jnp.hypot(x, 0.5 * x[::-1]), LARGE),
     "geomspace": (lambda x: jnp.geomspace(x, x, 5), LARGE * np.float32(2.0**-124)),
     "sinc": (jnp.sinc, LARGE + np.float32(0.5)),
+    "soft_sign": (jax.nn.soft_sign, LARGE),
+    "betaln": (lambda x: jax.scipy.special.betaln(x, 0.5 * x[::-1]), LARGE),
+    "standardize": (jax.nn.standardize, LARGE),
 }
 
 
