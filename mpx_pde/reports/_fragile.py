@@ -32,6 +32,7 @@ _FUNCTIONS = {
     "sinc": (_HALVES, _PHASE),
     "soft_sign": (_HALVES, _CANCELS),
     "betaln": (("float16",), _CANCELS),
+    "erfcx": (_HALVES, _CANCELS),
     "standardize": (("float16",), _OVERFLOWS),
 }
 """The half types in which a function fails, and why, by the name of its primitive or of JAX's
@@ -66,6 +67,8 @@ def _name(eqn: JaxprEqn) -> str:
         f.function_name == "betaln" for f in getattr(traceback, "frames", ())
     ):
         return "betaln"
+    if name == "custom_jvp_call":
+        name = bodies_of(eqn)[0].jaxpr.debug_info.func_name
     return name.lstrip("_")
 
 
