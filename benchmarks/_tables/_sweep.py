@@ -30,6 +30,7 @@ def _counts(data: Result) -> Iterator[Record]:
                 "silent": found["s"],
                 "before": found["s"] + before[mode, half],
                 "functions": len(data["functions"]),
+                "all": data["programs"][0]["all"],
             }
 
 
@@ -44,7 +45,27 @@ counts = Table(
     silently wrong  {silent}
     silently wrong before these warnings  {before}
     """,
-    note="{functions} programs, each in up to six sizes.",
+    note="{functions} of {all} programs so far, each in up to six sizes.",
 )
 
-silent = Table("sweep", lambda data: [r for r in data["found"] if r["status"] == "silent"])
+
+def _silent(data: Result) -> Iterator[Record]:
+    for now, rows in (("silent", data["found"]), ("told", data["before"])):
+        for row in rows:
+            if row["status"] == "silent":
+                yield {**row, "now": now}
+
+
+silent = Table(
+    "sweep",
+    _silent,
+    """
+    function  {function}
+    mode  {mode}
+    format  {half}
+    size  {size}
+    off  {what}
+    error in roundings  {error:.2g}
+    now  {now}
+    """,
+)
