@@ -34,7 +34,7 @@ def _short(x: Any) -> Any:
 
 def run(report: Report, args: argparse.Namespace) -> None:
     if args.resume:
-        report.resume("programs", same_code=True)
+        report.resume("programs")
     keys = (
         {"group": group, "program": name, "mode": mode, "half": half}
         for group, names in GROUPS.items()

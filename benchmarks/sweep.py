@@ -364,7 +364,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(report: Report, args: argparse.Namespace) -> None:
     report.name = f"sweep_{args.label}" if args.label else "sweep"
     if args.resume:
-        report.resume("functions", "found", "before", same_code=True)
+        report.resume("functions", "found", "before")
     for section in ("functions", "found", "before"):  # `before`: what was silent in an earlier run
         report.sections.setdefault(section, [])
     groups = distinct(args.functions or names())
