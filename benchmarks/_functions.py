@@ -104,6 +104,7 @@ SPECIAL: dict[str, tuple[Callable, bool, bool]] = {
         False,
         True,
     ),
+    "jnp.lexsort": (lambda x, y: jnp.lexsort((x, y)), False, True),
     "jnp.moveaxis": (lambda x: jnp.moveaxis(x, 0, 1), True, False),
     "jnp.piecewise": (
         lambda x: jnp.piecewise(x, [x < 0], [lambda e: e * e, lambda e: 3 * e]),

@@ -21,6 +21,7 @@ HALVES = ("float16", "bfloat16")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--programs", nargs="+", choices=list(CLIENTS), default=list(CLIENTS))
+    parser.add_argument("--halves", nargs="+", choices=HALVES, default=HALVES)
     parser.add_argument("--resume", action="store_true", help="keep the rows of earlier runs")
 
 
@@ -33,14 +34,14 @@ def _short(x: Any) -> Any:
 
 def run(report: Report, args: argparse.Namespace) -> None:
     if args.resume:
-        report.resume("programs", same_code=True)
+        report.resume("programs")
     keys = (
         {"group": group, "program": name, "mode": mode, "half": half}
         for group, names in GROUPS.items()
         for name in names
         if name in args.programs[: 2 if args.quick else None]
         for mode in MODES
-        for half in HALVES
+        for half in args.halves
     )
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         for key in report.missing("programs", keys):

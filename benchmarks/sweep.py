@@ -16,7 +16,6 @@ if it is so again.
 
 import argparse
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from itertools import repeat
@@ -86,10 +85,21 @@ def arrays_of(f: Function, size: str, half: str) -> tuple[np.ndarray, ...] | Non
         return None
     if size == "ties":
         return TIES[: 1 + f.companion]
+    if (
+        len({program_size(f, n) for n in (48, 96)}) > 1
+    ):  # as `jnp.poly`, an equation for each number
+        return None
     long = tuple(np.ones(LONG, np.float32) for _ in f.arrays())
     program = traced(f.call, long) or ""
-    square = f"{LONG},{LONG}" in program  # an outer product says nothing new, and takes long
+    # Outer products and convolutions with a long kernel say nothing new, and take long.
+    square = f"{LONG},{LONG}" in program or (f.companion and "conv_general" in program)
     return long if any(name in program for name in SUMS) and not square else None
+
+
+def program_size(f: Function, n: int) -> int:
+    """Returns the number of lines of the program for arguments of `n` numbers."""
+    arrays = tuple(np.ones(n, np.float32) for _ in f.arrays())
+    return (traced(f.call, arrays) or "").count("\n")
 
 
 def weights(shape: tuple[int, ...]) -> np.ndarray:
@@ -322,9 +332,6 @@ def outcomes(f: Function, modes: Any = MODES, halves: Any = HALVES) -> Iterator[
                     yield mode, half, size, outcome
 
 
-STATUSES = ("right", "told", "infinite", "raised", "silent")
-
-
 def rows_of(name: str, modes: tuple[str, ...] = MODES, halves: Any = HALVES) -> list[dict]:
     """Returns the outcomes of one function as records."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
@@ -333,28 +340,43 @@ def rows_of(name: str, modes: tuple[str, ...] = MODES, halves: Any = HALVES) -> 
     return [{**dict(zip(keys, at, strict=True)), **one._asdict()} for *at, one in found]
 
 
+LETTERS = {"right": "r", "told": "t", "infinite": "i", "raised": "e", "silent": "s"}
+
+
+def letters(rows: list[dict]) -> dict[str, str]:
+    """Returns for each mode and format the `LETTERS` of the outcomes, one for each of `SIZES`.
+
+    A dash stands for a size that the function does not have.
+    """
+    known = {(r["mode"], r["half"], r["size"]): LETTERS[r["status"]] for r in rows}
+    pairs = dict.fromkeys((r["mode"], r["half"]) for r in rows)
+    return {f"{m} {h}": "".join(known.get((m, h, size), "-") for size in SIZES) for m, h in pairs}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--functions", nargs="+", help="names such as `jnp.sum`; by default all")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--label", help="a word for the file, to keep an earlier one")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of earlier runs")
 
 
 def run(report: Report, args: argparse.Namespace) -> None:
     report.name = f"sweep_{args.label}" if args.label else "sweep"
+    if args.resume:
+        report.resume("functions", "found", "before")
+    for section in ("functions", "found", "before"):  # `before`: what was silent in an earlier run
+        report.sections.setdefault(section, [])
     groups = distinct(args.functions or names())
-    chosen = list(groups)[: 8 if args.quick else None]
-    counts: dict[tuple[str, str], Counter] = {}
+    report.sections["programs"] = [{"all": len(groups)}]
+    asked = list(groups)[: 8 if args.quick else None]
+    chosen = [name for name in asked if not report.has("functions", function=name)]
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
         for name, rows in zip(chosen, pool.map(rows_of, chosen, repeat(args.modes)), strict=True):
+            report.record("functions", function=name, names=1 + len(groups[name]), **letters(rows))
             for row in rows:
-                counts.setdefault((row["mode"], row["half"]), Counter())[row["status"]] += 1
                 if row["status"] in ("silent", "raised"):
                     row["error"] = float(f"{row['error']:.2g}") if row["error"] < 1e300 else None
                     report.record("found", function=name, **row)
                     print(name, *row.values(), flush=True)
-    for (mode, half), counter in counts.items():
-        total = {"calls": sum(counter.values()), **{s: counter[s] for s in STATUSES}}
-        report.record("counts", mode=mode, half=half, **total)
-    same = sum(map(len, groups.values()))
-    report.record("functions", programs=len(chosen), names=len(groups) + same)
+            report.save()

@@ -10,6 +10,7 @@ NAMES = {"forward": '`forward="float32"`', "autocast": "`autocast=True`", "cast"
 
 
 def _modes(data: Result) -> Iterator[Record]:
+    programs = len({row["program"] for row in data["programs"]})
     for (mode, half), rows in groups(data["programs"], "mode", "half").items():
         taken = [row for row in rows if row["gradient"] is not None]
         worst = max(taken, key=lambda row: row["gradient"])
@@ -20,6 +21,7 @@ def _modes(data: Result) -> Iterator[Record]:
             "worst": worst,
             "share": statistics.median(row["share"] for row in rows if row["share"] is not None),
             "kept": statistics.median(kept) if kept else None,
+            "programs": programs,
             "skipped": sum(row["skipped"] for row in rows) / len(rows),
         }
 
@@ -35,4 +37,5 @@ modes = Table(
     kept, relative to float32, median  {kept:.2f}
     skipped of six first steps  {skipped:.1f}
     """,
+    note="{programs} of 34 programs so far.",
 )

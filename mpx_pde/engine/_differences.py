@@ -147,7 +147,7 @@ def _solved_by(_: Flat, numbers: Collection[int]) -> Callable[[Step], Iterable[i
 
 def _subtracted_by(flat: Flat, numbers: Collection[int]) -> Callable[[Step], Iterable[int]]:
     """Returns a function that returns the operands of an equation that it subtracts, or that it
-    factors or solves for."""
+    factors or solves for. A sparse matrix may take differences."""
     made = {x: step for step in flat.steps for x in step.outputs}
     depends = {x for step in flat.steps if step.name in tables.PRODUCTS for x in step.outputs}
     for step in flat.steps:
@@ -156,7 +156,7 @@ def _subtracted_by(flat: Flat, numbers: Collection[int]) -> Callable[[Step], Ite
     depends.update(flat.inputs)
 
     def sinks(step: Step) -> Iterable[int]:
-        if step.name in tables.SOLVES:
+        if step.name in tables.SOLVES | tables.SPARSE:
             return step.values
         subtracts = step.name in tables.SUBTRACTIONS or (
             step.name in tables.ADDITIONS and any(_is_negative(made.get(x)) for x in step.variables)

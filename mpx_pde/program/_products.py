@@ -91,6 +91,11 @@ def asks_for_more(eqn: JaxprEqn) -> bool:
     return any(p not in _DEFAULT for p in _precisions(eqn))
 
 
+def is_half_product(eqn: JaxprEqn, half: str) -> bool:
+    """Returns whether an equation is a product of two arrays of a half type."""
+    return eqn.primitive.name in _PRODUCTS and _multiplied(eqn) == half
+
+
 _TF32 = lax.DotAlgorithmPreset.TF32_TF32_F32
 _DEFAULT = (None, lax.Precision.DEFAULT, lax.DotAlgorithmPreset.DEFAULT)
 

@@ -289,6 +289,19 @@ MIXED = _with("itself")
 JAX_PRODUCTS = PRODUCTS - MIXED
 """JAX's own products."""
 
+SPARSE = frozenset(
+    (
+        "bcoo_dot_general",
+        "bcsr_dot_general",
+        "coo_matvec",
+        "coo_matmat",
+        "csr_matvec",
+        "csr_matmat",
+    )
+)
+"""Products with the sparse matrices of `jax.experimental.sparse`. They are in the dtypes of the
+program. Many matrices of elements and stencils take differences."""
+
 LAYOUT = _with("layout")
 """Moves of values. A float32 master that goes through one remains a master."""
 

@@ -22,6 +22,8 @@ from ..program._products import ProductRow
 from ..program._shown import Program, shown
 from ..program._warnings import warn_user
 from ..scaling._probe import tap_p
+from ._differences import magnified_differences
+from ._fragile import fragile_calls
 from ._phases import rounded_phase
 from ._precision import PrecisionReport, arrays_closed_over, half_share_of, report_of
 from ._sums import described as describe_sums, long_sums
@@ -35,6 +37,9 @@ def diagnose(run: Callable, step: tuple, program: Program) -> None:
     _warn_of_sums(gradient, program.closed)
     if gradient.mode.casts:
         _warn_of_phases(gradient, program.closed)
+        _warn_of_functions(program.closed)
+    if gradient.mode.forward is None:
+        _warn_of_differences(gradient, program.closed)
     if gradient.derivatives is not None and gradient.derivatives.active:
         _warn_of_unused_scaling(program.closed)
     if gradient.has_aux and gradient.mode.casts:
@@ -120,7 +125,7 @@ def _text(report: PrecisionReport, call: str, dtype: np.dtype, advice: str, inst
     )
 
 
-# --- Sums and phases -------------------------------------------------------------------------
+# --- Sums, phases and functions ---------------------------------------------------------------
 
 
 def _warn_of_sums(gradient: Any, closed: ClosedJaxpr) -> None:
@@ -144,6 +149,33 @@ def _warn_of_phases(gradient: Any, closed: ClosedJaxpr) -> None:
             "rest modulo 2π counts. Keep these parameters in float32 by "
             "`keep_full` or `mpx_pde.FullPrecision`, or pass `autocast=True` or "
             "`forward='float32'`. If it is meant, filter `mpx_pde.PrecisionWarning`."
+        )
+
+
+def _warn_of_functions(closed: ClosedJaxpr) -> None:
+    """Warns of functions of JAX whose own arithmetic fails in half precision."""
+    found = fragile_calls(closed)
+    if found:
+        line, name, dtype, reason = found[0]
+        more = f" {len(found) - 1} other calls are alike." if found[1:] else ""
+        warn_user(
+            f"`{present_call()}`: {line} calls `{name}` in {dtype}: {reason}.{more} Cast its "
+            "arguments by `astype(jnp.float32)`, or pass `forward='float32'` or `autocast=True`. "
+            "If its arguments are small, filter `mpx_pde.PrecisionWarning`."
+        )
+
+
+def _warn_of_differences(gradient: Any, closed: ClosedJaxpr) -> None:
+    """Warns of differences that magnify the rounding of what half products computed."""
+    half = gradient.mode.dtype.name
+    if found := magnified_differences(closed, half):
+        line, what, nodes = found[0]
+        more = f" {len(found) - 1} other lines are alike." if found[1:] else ""
+        warn_user(
+            f"`{present_call()}`: {line} {what} values at {nodes:,} nodes that products of {half} "
+            f"computed.{more} Second differences magnify their rounding, relative to the result, "
+            "by about the square of that number. Pass `forward='float32'`. If it averages, or if "
+            "it is meant, filter `mpx_pde.PrecisionWarning`."
         )
 
 

@@ -3,9 +3,12 @@
 `python -m benchmarks clients` measures all of them in each mode and both formats.
 """
 
+import re
+
 import jax
 import pytest
 from clients.measure import CLIENTS, STEPS, measured
+from pages import ROOT
 
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -51,6 +54,15 @@ def checked(name, mode, half):
     if mode == "forward":
         assert found.value < 2e-5, found  # float32's, after hundreds of steps
         assert found.share is None or found.share >= SHARES.get(name, 0.9), found
+
+
+def test_the_readme_tells_what_is_tested_here():
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    told = re.search(
+        r"Gradients of \[(\d+) programs .*? at most (\S+) \(float16\) and (\S+) \(", text
+    )
+    assert told is not None
+    assert list(map(float, told.groups())) == [len(CLIENTS), *BOUNDS["forward"].values()]
 
 
 @pytest.mark.parametrize(("name", "mode", "half"), FAST)

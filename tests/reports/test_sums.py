@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import sparse
 
 import mpx_pde as mpx
-from mpx_pde.reports._sums import UNITS, long_sums
+from mpx_pde.reports._sums import STEPS, UNITS, long_sums
 
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -88,6 +88,75 @@ def test_sums_that_stand_still_are_told_and_no_others(name):
         else:
             assert told == []
             assert got == pytest.approx(N, rel=float(jnp.finfo(half).eps))
+
+
+def euler(steps):
+    def loss(w, u):
+        step = lambda u, _: (u + jnp.tanh(u @ w) / steps, None)
+        return jnp.mean((lax.scan(step, u, length=steps)[0] - 2 * u) ** 2)
+
+    return loss
+
+
+def leapfrog(w, u):
+    def step(carry, _):
+        u, v = carry
+        v = v - 1e-3 * jnp.tanh(u @ w)
+        return (u + 1e-3 * v, v), None
+
+    return jnp.mean(lax.scan(step, (u, u), length=STEPS["float16"] + 1)[0][0])
+
+
+def summed_on_the_way(w, u):
+    """A state that contracts, and a sum over its path."""
+
+    def step(carry, _):
+        u, total = carry
+        u = jnp.tanh(u @ w)
+        return (u, total + jnp.mean(u)), None
+
+    return lax.scan(step, (u, zero(u)), length=STEPS["float16"] + 1)[0][1]
+
+
+SQUARE = 0.3 * np.random.default_rng(1).normal(size=(16, 16)).astype("float32") / 4
+STATE = np.random.default_rng(2).normal(size=(8, 16)).astype("float32")
+
+
+@pytest.mark.parametrize("half", STEPS)
+def test_steps_that_are_lost_beside_the_state_are_told(half):
+    count = lambda loss: [
+        x
+        for x in long_sums(jax.make_jaxpr(jax.grad(loss))(SQUARE.astype(half), STATE.astype(half)))
+        if x.stagnates()
+    ]
+    told = count(euler(STEPS[half] + 1))
+    assert {x.backward for x in told} == {False, True}  # the state and its adjoint
+    assert all(
+        x.steps and f"test_sums.py:{euler.__code__.co_firstlineno + 2}" in x.line for x in told
+    )
+    assert count(euler(STEPS[half])) == []
+    assert count(leapfrog) != []  # each value is fed by the other
+    if half == "float16":
+        assert count(summed_on_the_way) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("half", STEPS)
+def test_a_warning_of_lost_steps_names_the_line_and_the_mends_work(half):
+    loss = euler(2 * STEPS[half])
+    given = {"policy": f"params=float32,compute={half},output=float32"}
+    want = jax.grad(loss)(SQUARE, STATE)
+    run = lambda **options: eqx.filter_jit(
+        mpx.filter_grad(loss, mpx.NoOpLossScaling(), **given, **options)
+    )(SQUARE, STATE)[-1]
+    with pytest.warns(mpx.PrecisionWarning, match=f"each of {2 * STEPS[half]} steps") as told:
+        lost = run()
+    assert_tells(str(told[0].message), f"{UNITS[half]:,}", "astype", "autocast=True", "forward=")
+    # What the warning is for: more than 16 roundings.
+    assert relative(lost, want) > 16 * float(jnp.finfo(half).eps) / 2
+    for mend in ({"autocast": True}, {"forward": "float32"}):
+        # Operands of one product are rounded, and errors of the steps average out.
+        assert relative(run(**mend), want) < 4 * float(jnp.finfo(half).eps)
 
 
 def hub(model, h, senders, receivers):

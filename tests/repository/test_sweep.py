@@ -22,12 +22,13 @@ def test_nothing_is_silently_wrong(name):
     assert [row for row in rows if row["status"] in ("silent", "raised")] == []
 
 
-def test_what_is_wrong_in_a_cast_is_found():
+def test_what_is_wrong_in_a_cast_is_found_and_told():
     """Squares beyond float16 make the slope x/(x² + y²) zero, beside finite ones."""
     rows = sweep.rows_of("jnp.arctan2", ("cast",), ("float16",))
-    found = {row["size"]: row["status"] for row in rows}
-    assert found["ordinary"] == "right"
-    assert found["hundreds"] == "silent"
+    found = {row["size"]: row for row in rows}
+    assert found["ordinary"]["status"] == "right"
+    assert (found["hundreds"]["status"], found["hundreds"]["what"]) == ("told", "derivative")
+    assert sweep.letters(rows)["cast float16"][:2] == "rt"
 
 
 def test_errors_are_in_roundings_of_the_format():

@@ -1,0 +1,77 @@
+"""Finds calls of JAX's functions whose own arithmetic fails in half precision without a word."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+from ..program._jaxpr import aval_of, bodies_of
+from ..program._lines import NOWHERE, Site, site_inside, site_of
+
+
+class Fragile(NamedTuple):
+    """A call in half precision: its line, the function, the half type, and what goes wrong."""
+
+    line: str
+    name: str
+    dtype: str
+    reason: str
+
+
+_SQUARES = "its derivative squares the argument, and is 0 from 256 on, where the square overflows"
+_OVERFLOWS = "it squares the argument, and the result is 0 where the square overflows, from 256 on"
+_CANCELS = "its derivative is a difference of which little is left for large arguments"
+_POWERS = "it takes the exponential of a rounded logarithm"
+_PHASE = "it multiplies the argument by π, and the sine of a large rounded phase is arbitrary"
+
+_HALVES = ("float16", "bfloat16")
+_FUNCTIONS = {
+    **dict.fromkeys(("acosh", "asinh", "atan2", "hypot"), (("float16",), _SQUARES)),
+    "geomspace": (("bfloat16",), _POWERS),
+    "sinc": (_HALVES, _PHASE),
+    "soft_sign": (_HALVES, _CANCELS),
+    "betaln": (("float16",), _CANCELS),
+    "erfcx": (_HALVES, _CANCELS),
+    "standardize": (("float16",), _OVERFLOWS),
+}
+"""The half types in which a function fails, and why, by the name of its primitive or of JAX's
+function."""
+
+
+def fragile_calls(closed: ClosedJaxpr) -> list[Fragile]:
+    """Returns the calls in a jaxpr, each line once.
+
+    `python -m benchmarks sweep` finds such functions: their values or derivatives are wrong in half
+    for arguments that half precision holds exactly.
+    """
+    return list(dict.fromkeys(_calls(closed, NOWHERE)))
+
+
+def _calls(closed: ClosedJaxpr, outer: Site) -> Iterator[Fragile]:
+    for eqn in closed.jaxpr.eqns:
+        site = site_of(eqn, outer)
+        name = _name(eqn)
+        dtypes, reason = _FUNCTIONS.get(name, ((), ""))
+        if (dtype := _dtype(eqn)) in dtypes:
+            yield Fragile(site.line or "unknown", name, dtype, reason)
+            continue
+        for body in bodies_of(eqn):
+            yield from _calls(body, site_inside(eqn, site))
+
+
+def _name(eqn: JaxprEqn) -> str:
+    """Returns the name of a primitive, or of the function of JAX that is called or made it."""
+    name, traceback = eqn.params.get("name", eqn.primitive.name), eqn.source_info.traceback
+    if name == "lgamma" and any(
+        f.function_name == "betaln" for f in getattr(traceback, "frames", ())
+    ):
+        return "betaln"
+    if name == "custom_jvp_call":
+        name = bodies_of(eqn)[0].jaxpr.debug_info.func_name
+    return name.lstrip("_")
+
+
+def _dtype(eqn: JaxprEqn) -> str:
+    """Returns the name of the dtype of the first result."""
+    return getattr(aval_of(eqn.outvars[0]), "dtype", np.dtype(bool)).name if eqn.outvars else ""
