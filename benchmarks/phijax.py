@@ -37,8 +37,8 @@ from ._problems import problems
 from ._report import Report, versions
 
 
-POINTS, ENDS, STEPS = 512, 64, 3000
-RATE, WARM_UP = 5e-3, 100  # Adam's largest rate and the steps until then; a cosine follows
+POINTS, ENDS, STEPS = 512, 64, 1500
+RATE = 1e-2  # the largest rate of the optimizer
 BY_PHIJAX = {f"PhiJAX, {mode}": mode for mode in ("32-true", "16-mixed", "bf16-mixed")}
 ON_ITS_LOSS, BY_PARTIALS = "mpx_pde, on PhiJAX's loss", "mpx_pde, partials"
 TRAININGS = (*BY_PHIJAX, ON_ITS_LOSS, BY_PARTIALS)
@@ -56,6 +56,8 @@ class Task(NamedTuple):
     residuals: dict[str, Callable[[Callable, Any], list[Any]]]
     """The residuals at a point of fields of two coordinates, by the name of their points."""
     weights: dict[str, float]
+    features: dict[str, Any] | None = None
+    """Its options for Fourier features of the coordinates."""
 
     def points(self, key: Any) -> Any:
         """Draws the points of a step; those on the ends have the second coordinate's bounds."""
@@ -115,7 +117,8 @@ def task_of(name: str) -> Task:
     if name == "burgers_1d":
         return Task(low, high, 1, (32,) * 4, file.form, {"inside": burgers}, {})
     if name == "cavity":
-        return Task(low, high, 3, (32,) * 4, file.form, {"inside": cavity}, {})
+        features = {"embed_dim": 16, "scale": 1.0}
+        return Task(low, high, 3, (32,) * 4, file.form, {"inside": cavity}, {}, features)
     rates = jnp.array([0.0, file.K, file.L, file.K + file.L])
 
     def form(point, n):
@@ -128,7 +131,8 @@ def task_of(name: str) -> Task:
 
     wrong = lambda fields, point: [fields(*point)[0] - file.exact(jnp.stack(point))]
     residuals = {"inside": solitons, "ends": wrong}
-    return Task(low, high, 1, (40,) * 3, form, residuals, {"ends/0": 10.0})
+    features = {"embed_dim": 24, "scale": 3.0}
+    return Task(low, high, 1, (40,) * 3, form, residuals, {"ends/0": 10.0}, features)
 
 
 TASKS = ("burgers_1d", "kdv", "cavity")
@@ -162,6 +166,8 @@ def built(task: Task, mode: str, seed: int) -> Any:
         hidden=task.hidden,
         activation="tanh",
         input_norm=True,
+        fourier_features=task.features is not None,
+        fourier_features_kwargs=task.features,
     )
 
 
@@ -191,8 +197,10 @@ def objective_of(task: Task) -> Any:
 
 
 def optimizer(steps: int) -> optax.GradientTransformation:
-    warm_up = min(WARM_UP, steps // 2)
-    return optax.adam(optax.warmup_cosine_decay_schedule(0.0, RATE, warm_up, steps))
+    """Returns the optimizer of `examples/problems`, Muon, with its schedule."""
+    return optax.contrib.muon(
+        optax.warmup_cosine_decay_schedule(0.0, RATE, max(1, steps // 20), steps)
+    )
 
 
 class Training(NamedTuple):
