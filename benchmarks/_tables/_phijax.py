@@ -11,6 +11,7 @@ def _by_training(data: Result) -> Iterator[Record]:
     runs_of = groups(data["trainings"], "training")
     for name, runs in runs_of.items():
         row = {"name": name, "seeds": listed(runs, "seed"), "steps": runs[0]["steps"]}
+        row["phijax"] = data["environment"]["phijax"]
         skipped, times = [], []
         for problem, own in groups(runs, "problem").items():
             found = [run["error"] for run in own]
@@ -21,7 +22,7 @@ def _by_training(data: Result) -> Iterator[Record]:
         yield {**row, "skipped": ", ".join(skipped), "times": ", ".join(times)}
 
 
-trainings = Table(
+compared = Table(
     "phijax",
     _by_training,
     """
@@ -33,5 +34,5 @@ trainings = Table(
     processor ms a step            {times}
     """,
     "Relative errors after {steps:,} steps, seeds {seeds}; the last columns give the problems in "
-    "turn. PhiJAX {environment.phijax}. Processor time on a machine that other work shared.",
+    "turn. PhiJAX {phijax}. Processor time on a machine that other work shared.",
 )
