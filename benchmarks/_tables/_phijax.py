@@ -33,6 +33,6 @@ compared = Table(
     skipped steps                  {skipped}
     processor ms a step            {times}
     """,
-    "Relative errors after {steps:,} steps, seeds {seeds}; the last columns give the problems in "
+    "Relative errors after {steps:,} steps, seed {seeds}; the last columns give the problems in "
     "turn. PhiJAX {phijax}. Processor time on a machine that other work shared.",
 )
