@@ -62,10 +62,10 @@ class Task(NamedTuple):
     def points(self, key: Any) -> Any:
         """Draws the points of a step; those on the ends have the second coordinate's bounds."""
         inside, ends = jax.random.split(key)
-        box = {"minval": jnp.array(self.low), "maxval": jnp.array(self.high)}
-        found = {"inside": jax.random.uniform(inside, (POINTS, 2), **box)}
+        low, high = jnp.array(self.low), jnp.array(self.high)
+        found = {"inside": low + (high - low) * jax.random.uniform(inside, (POINTS, 2))}
         if "ends" in self.residuals:
-            at = jax.random.uniform(ends, (ENDS, 2), **box)
+            at = low + (high - low) * jax.random.uniform(ends, (ENDS, 2))
             sides = jnp.where(jnp.arange(ENDS) % 2 == 0, self.low[1], self.high[1])
             found["ends"] = at.at[:, 1].set(sides)
         return found
@@ -322,7 +322,7 @@ def by_us(task: Task, loss: Callable, scaling: Any, seed: int, steps: int) -> Tr
             began = time.process_time()
     model, _, scaling = jax.block_until_ready(state)
     seconds = time.process_time() - began
-    loss_scaling = scaling.loss if isinstance(scaling, mpx.Scaling) else scaling
+    loss_scaling: Any = scaling.loss if isinstance(scaling, mpx.Scaling) else scaling
     skipped = steps - int(sum(map(bool, all_finite)))
     return Training(model, skipped, float(loss_scaling.loss_scaling), seconds)
 
