@@ -366,13 +366,14 @@ def test_lbfgs_goes_on_where_the_training_ended():
 SIZES = {
     "poisson_subdomains": ((64,), lambda u: u.reshape(64, 2, 64, 2).mean(axis=(1, 3)), 1e-2),
     "wave_heterogeneous": ((1000,), lambda u: u, 1e-4),
+    "kdv_cosine": ((512, 1000), lambda u: u.reshape(51, 1024)[:, ::2], 1e-5),
     "kuramoto_sivashinsky": ((256, 600), lambda u: u.reshape(31, 512)[:, ::2], 1e-6),
     "gray_scott": ((128, 200), lambda u: u.reshape(6, 128, 128, 2)[:, ::2, ::2], 1e-3),
 }
 
 
 @pytest.mark.parametrize(
-    "name", [*list(SIZES)[:3], pytest.param("gray_scott", marks=pytest.mark.slow)]
+    "name", [*list(SIZES)[:4], pytest.param("gray_scott", marks=pytest.mark.slow)]
 )
 def test_solutions_change_little_with_the_grid(name):
     size, thinned, tolerance = SIZES[name]
