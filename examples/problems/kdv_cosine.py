@@ -56,8 +56,7 @@ DEEP = Deep(
     low=(0, -1),
     high=(1, 1),
     periodic={1: TURN},
-    waves=4,
-    width=24,
+    waves=3,
     marches=True,
 )
 PROBLEM = problem(__name__, "Korteweg–de Vries, from a cosine", coords="tx", order=3)
