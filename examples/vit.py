@@ -350,8 +350,9 @@ def plot(results: Sequence[Result], path: Path) -> None:
         if r.precision != "float32":
             axes[1].semilogy(r.scale, base=2, **style)
     axes[0].set(title="loss, running mean")
-    axes[0].legend()
     axes[1].set(title="loss scale", xlabel="step")
+    # Below the panels, where it covers no line.
+    figure.legend(loc="outside lower center", ncols=2, fontsize="small")
     figure.savefig(path, dpi=120)
 
 

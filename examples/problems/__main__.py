@@ -13,8 +13,12 @@ from typing import Any
 
 from . import SIZES, __doc__ as description, load, names
 from ._deep import PRECISIONS as DEEP_PRECISIONS, DeepTrainer
+from ._kept import Kept
 from ._problem import Problem
 from ._runner import FINISHES, OPTIMIZERS, PRECISIONS, QUICK_STEPS, Trainer
+
+
+UNFINISHED = ".unfinished.npz"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -81,15 +85,23 @@ def train(name: str, problem: Problem, args: argparse.Namespace) -> None:
             if known is not None:
                 print(f"{label}  already finished: error {_error(known['error'])}", flush=True)
                 continue
+            kept = kept_of(args, name, wanted)
             with Progress(label, trainer.steps) as progress:
                 if isinstance(trainer, DeepTrainer):
-                    outcome = trainer(seed, follow=progress.deep)
+                    outcome = trainer(seed, follow=progress.deep, kept=kept)
                 else:
-                    outcome = trainer(seed, follow=progress.plain)
+                    outcome = trainer(seed, follow=progress.plain, kept=kept)
             found.append(outcome.record())
             write(path, found)
+            kept.remove()
             told = f"{label}  error {_error(outcome.error)}"
             print(f"{told}  skipped {outcome.skipped} of {outcome.steps}", flush=True)
+
+
+def kept_of(args: argparse.Namespace, name: str, wanted: dict[str, Any]) -> Kept:
+    """Returns where a training is kept if it is stopped."""
+    told = (name, *map(str, wanted.values()), args.size, *["quick"] * args.quick)
+    return Kept(args.out / f"{'-'.join(told)}{UNFINISHED}", resume=args.resume)
 
 
 def _error(error: float | None) -> str:
@@ -138,9 +150,11 @@ class Progress:
 
 def _stopped(args: argparse.Namespace) -> int:
     """Tells what an interrupted run leaves, and how to go on."""
+    kept = sorted(path.name for path in args.out.glob(f"*{UNFINISHED}"))
+    told = f"the running one is in {', '.join(kept)}" if kept else "the running one had not begun"
     print(
-        f"\nStopped. Finished trainings are in {args.out}; the one that was running is lost. To go "
-        "on, repeat the command with --resume.",
+        f"\nStopped. Finished trainings are in {args.out}; {told}. To go on, repeat the command "
+        "with --resume.",
         file=sys.stderr,
     )
     return 128 + signal.SIGINT

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 import mpx_pde as mpx
 
+from ._kept import Kept
 from ._problem import Problem, on_faces, quasirandom, uniform
 from ._runner import Outcome, errors_of, number
 
@@ -154,14 +155,20 @@ class DeepTrainer:
         self.steps = self.deep.steps if steps is None else steps
 
     def __call__(
-        self, seed: int, *, follow: Callable[[int, Any], bool] = lambda step, state: False
+        self,
+        seed: int,
+        *,
+        follow: Callable[[int, Any], bool] = lambda step, state: False,
+        kept: Kept | None = None,
     ) -> DeepOutcome:
         """Trains from a seed. `follow` gets each step and the state, and ends the training by
-        True."""
+        True. `kept` is where Ctrl-C leaves the training, and whence it goes on."""
         with jax.enable_x64(self.forward == "float64"):
-            return self._trained(seed, follow)
+            return self._trained(seed, follow, kept)
 
-    def _trained(self, seed: int, follow: Callable[[int, Any], bool]) -> DeepOutcome:
+    def _trained(
+        self, seed: int, follow: Callable[[int, Any], bool], kept: Kept | None
+    ) -> DeepOutcome:
         deep, dtype = self.deep, jnp.dtype(self.forward)
         network_key, key = jax.random.split(jax.random.key(seed))
         model: Any = Network(deep, dtype, key=network_key)
@@ -171,23 +178,38 @@ class DeepTrainer:
         optimizer = mpx.LevenbergMarquardt(residuals, forward=self.forward, jacobian=self.jacobian)
         state = optimizer.init(model)
         update = eqx.filter_jit(optimizer.update)
-        at, seconds, curve, errors = None, 0.0, [], {}
-        for step in range(self.steps):
-            started = time.perf_counter()
-            if step % REDRAWN == 0:
-                high = jnp.asarray(deep.high, dtype)
-                if deep.marches:
-                    share = min(1.0, 0.1 + step / (MARCH * self.steps))
-                    high = high.at[0].set(deep.low[0] + share * (deep.high[0] - deep.low[0]))
-                at = draw(deep, model, jax.random.fold_in(key, step), count, high)
-            model, state = jax.block_until_ready(update(model, state, at))
-            seconds += (time.perf_counter() - started) * (step > 0)  # the first step compiles
-            ended = follow(step + 1, state) or step + 1 == self.steps
-            if ended or (step + 1) % max(1, self.steps // TOLD) == 0:
-                errors = {n: number(e) for n, e in errors_of(self.problem, model).items()}
-                curve.append((step + 1, round(seconds, 1), next(iter(errors.values()))))
-            if ended:
-                break
+        at, begin, seconds, errors = None, 0, 0.0, {}
+        curve: list[tuple[int, float, float | None]] = []
+        found = kept.load((model, state)) if kept is not None else None
+        if found is not None:
+            (model, state), told = found
+            begin, seconds = int(told["step"]), float(told["seconds"])
+            curve = [(int(n), float(t), number(e)) for n, t, e in told["curve"]]
+        redrawn = model, state, begin, seconds, len(curve)
+        try:
+            for step in range(begin, self.steps):
+                started = time.perf_counter()
+                if step % REDRAWN == 0:
+                    redrawn = model, state, step, seconds, len(curve)
+                    high = jnp.asarray(deep.high, dtype)
+                    if deep.marches:
+                        share = min(1.0, 0.1 + step / (MARCH * self.steps))
+                        high = high.at[0].set(deep.low[0] + share * (deep.high[0] - deep.low[0]))
+                    at = draw(deep, model, jax.random.fold_in(key, step), count, high)
+                model, state = jax.block_until_ready(update(model, state, at))
+                seconds += (time.perf_counter() - started) * (step > begin)  # the first compiles
+                ended = follow(step + 1, state) or step + 1 == self.steps
+                if ended or (step + 1) % max(1, self.steps // TOLD) == 0:
+                    errors = {n: number(e) for n, e in errors_of(self.problem, model).items()}
+                    curve.append((step + 1, round(seconds, 1), next(iter(errors.values()))))
+                if ended:
+                    break
+        except KeyboardInterrupt:
+            model, state, step, seconds, told = redrawn
+            if kept is not None and step:
+                rows = np.array([[n, t, np.nan if e is None else e] for n, t, e in curve[:told]])
+                kept.save((model, state), step=step, seconds=seconds, curve=rows)
+            raise
         self.model = model
         return DeepOutcome(
             precision=self.precision,

@@ -19,11 +19,13 @@ from jaxtyping import Array, Bool, Int32, PRNGKeyArray, PyTree
 
 import mpx_pde as mpx
 
+from ._kept import Kept
 from ._naive import without_protection
 from ._problem import STEPS_PER_CALL, Problem, Reference, values_at
 
 
 QUICK_STEPS = 4
+RECORDED = ("values", "finite", "scales")  # of each step
 
 
 class Precision(NamedTuple):
@@ -97,6 +99,23 @@ class State(NamedTuple):
     scaling: Any
     average: Any  # of the weights, over about the last tenth of the steps
     count: Int32[Array, ""]
+
+
+class Progress(NamedTuple):
+    """How far a training is: its state, the remaining key, and the records of the calls."""
+
+    state: State
+    key: PRNGKeyArray
+    records: list[Any]
+
+    def keep(self, file: Kept) -> None:
+        told = dict(zip(RECORDED, map(np.stack, zip(*self.records, strict=True)), strict=True))
+        file.save(self.state, key=np.asarray(jax.random.key_data(self.key)), **told)
+
+    @classmethod
+    def kept(cls, state: State, told: Mapping[str, np.ndarray]) -> "Progress":
+        key = jax.random.wrap_key_data(jnp.asarray(told["key"]))
+        return cls(state, key, list(zip(*(told[name] for name in RECORDED), strict=True)))
 
 
 class Trainer:
@@ -232,45 +251,67 @@ class Trainer:
         return self.program
 
     def __call__(
-        self, seed: int, *, follow: Callable[[int, float, Any], Any] = lambda *_: False
+        self,
+        seed: int,
+        *,
+        follow: Callable[[int, float, Any], Any] = lambda *_: False,
+        kept: Kept | None = None,
     ) -> Outcome:
-        """Trains from a seed. `follow` gets steps, loss and scaling, and ends training by True."""
-        return self.stages(seed, follow=follow)[-1]
+        """Trains from a seed. `follow` gets steps, loss and scaling, and ends training by True.
+        `kept` is where Ctrl-C leaves the training, and whence it goes on."""
+        return self.stages(seed, follow=follow, kept=kept)[-1]
 
     def stages(
-        self, seed: int, *, follow: Callable[[int, float, Any], Any] = lambda *_: False
+        self,
+        seed: int,
+        *,
+        follow: Callable[[int, float, Any], Any] = lambda *_: False,
+        kept: Kept | None = None,
     ) -> list[Outcome]:
         """Returns the outcome; if L-BFGS finishes, also the outcome before it, as the first."""
         with warnings.catch_warnings(), self.types():
             # With Fourier features, the float32 first layer is half of a small network.
             warnings.simplefilter("ignore", mpx.PrecisionWarning)
-            state, key, records = self.trained(seed, follow)
-            base, plus, _ = self.optimizer_name.partition("+")
-            outcomes = [self._outcome(seed, state.average, records, base)]
-            if plus:
-                from ._lbfgs import finish
+            progress = self._begun(seed, kept)
+            try:
+                while len(progress.records) < self.steps // self.per_call:
+                    progress = self._after_a_call(progress)
+                    loss = float(progress.records[-1][0].mean())
+                    if follow(self.per_call, loss, progress.state.scaling):
+                        break
+                return self._outcomes(seed, progress)
+            except KeyboardInterrupt:
+                if kept is not None and progress.records:
+                    progress.keep(kept)
+                raise
 
-                model = finish(self, state.average, state.scaling, key)
-                outcomes.append(self._outcome(seed, model, records, self.optimizer_name))
-            return outcomes
+    def _outcomes(self, seed: int, progress: Progress) -> list[Outcome]:
+        state, key, records = progress
+        base, plus, _ = self.optimizer_name.partition("+")
+        outcomes = [self._outcome(seed, state.average, records, base)]
+        if plus:
+            from ._lbfgs import finish
 
-    def trained(
-        self, seed: int, follow: Callable[[int, float, Any], Any] = lambda *_: False
-    ) -> tuple[State, PRNGKeyArray, list[Any]]:
-        """Returns the state after all steps, the remaining key, and the records of the calls."""
+            model = finish(self, state.average, state.scaling, key)
+            outcomes.append(self._outcome(seed, model, records, self.optimizer_name))
+        return outcomes
+
+    def _begun(self, seed: int, kept: Kept | None) -> Progress:
+        """Returns the start of a training, or where it was stopped."""
         state, key = self.initial(seed)
-        records = []
-        for _ in range(self.steps // self.per_call):
-            key, points_key = jax.random.split(key)
-            points = self.next_points(state.model, points_key)
-            state = state if records else self.with_first_scales(state, points)
-            run = self.steps_of(state)
-            arrays, record = run(eqx.filter(state, eqx.is_array), points)
-            state = eqx.combine(arrays, self.static)
-            records.append(jax.tree.map(np.asarray, record))
-            if follow(self.per_call, float(records[-1][0].mean()), state.scaling):
-                break
-        return state, key, records
+        found = kept.load(state) if kept is not None else None
+        return Progress(state, key, []) if found is None else Progress.kept(*found)
+
+    def _after_a_call(self, progress: Progress) -> Progress:
+        """Takes the steps of one call of the program."""
+        state, key, records = progress
+        key, points_key = jax.random.split(key)
+        points = self.next_points(state.model, points_key)
+        state = state if records else self.with_first_scales(state, points)
+        run = self.steps_of(state)
+        arrays, record = run(eqx.filter(state, eqx.is_array), points)
+        state = eqx.combine(arrays, self.static)
+        return Progress(state, key, [*records, jax.tree.map(np.asarray, record)])
 
     def errors(self, model: Any) -> Mapping[str, float]:
         """Returns the errors of a network, by name."""

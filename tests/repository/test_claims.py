@@ -90,3 +90,20 @@ def test_the_error_of_the_reference_of_the_cavity_is_that_of_the_results(page):
     checks = load("outside")["checks"]
     [error] = [check["error"] for check in checks if check["problem"] == "cavity_64"]
     assert f"{error:.1e}".replace("e-0", "e-") == re.findall(r"is ([\d.]+e-\d) off", text(page))[0]
+
+
+def test_what_is_said_of_phijax_is_that_of_the_results():
+    trainings = load("phijax")["trainings"]
+    errors = {}
+    for run in trainings:
+        errors.setdefault((run["problem"], run["training"]), []).append(run["error"])
+    median = {key: statistics.median(found) for key, found in errors.items()}
+
+    def ratios(name):
+        problems = sorted({problem for problem, _ in median})
+        return [median[p, name] / median[p, "PhiJAX, 32-true"] for p in problems]
+
+    assert len(ratios("PhiJAX, 16-mixed")) == 3
+    assert max(ratios("PhiJAX, 16-mixed")) < 4 / 3  # "up to a third above"
+    assert all(2 < ratio < 3 for ratio in ratios("PhiJAX, bf16-mixed"))
+    assert max(ratios("mpx_pde, on PhiJAX's loss")) < 1.05  # "at float32's error or below"

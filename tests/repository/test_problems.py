@@ -2,9 +2,12 @@
 
 import functools
 import importlib
+import itertools
 import json
 import re
+import signal
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +19,7 @@ from scipy.optimize import brentq
 
 problems = importlib.import_module("examples.problems")
 runner, deep, command, references = map(module, ("_runner", "_deep", "__main__", "references"))
+kept = module("_kept")
 FOLDER = ROOT / "examples" / "problems"
 NAMES = problems.names()
 # The files are read rather than imported, because a problem imports solvers and data.
@@ -264,8 +268,47 @@ def test_ctrl_c_tells_what_is_kept_and_how_to_go_on(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(command.Trainer, "__call__", press)
     assert command.main(["run", "reaction", "--quick", "--out", str(tmp_path)]) == 130
     told = capsys.readouterr().err
-    assert all(part in told for part in ("Stopped", str(tmp_path), "--resume"))
+    parts = ("Stopped", str(tmp_path), "--resume", "the running one had not begun")
+    assert all(part in told for part in parts)
     assert "Traceback" not in told
+
+
+def _press(when):
+    """Returns a `follow` that presses Ctrl-C at the call of this number, counted from 1."""
+    calls = itertools.count(1)
+
+    def follow(*_):
+        if next(calls) == when:
+            signal.raise_signal(signal.SIGINT)
+        return False
+
+    return follow
+
+
+@pytest.mark.slow
+def test_a_training_goes_on_where_ctrl_c_stopped_it(tmp_path, monkeypatch):
+    """The one that was stopped and went on ends with the same bits; so do its records."""
+    monkeypatch.setattr(deep, "REDRAWN", 2)
+    problem = problems.load("reaction")
+    plain = runner.Trainer(problem, "forward-float32-float16", steps=8, per_call=2)
+    second = deep.DeepTrainer(problem, "float64-float32", steps=8)
+    for trainer, calls in ((plain, 3), (second, 5)):
+        wanted, weights = trainer(1), jax.tree.leaves(eqx.filter(trainer.model, eqx.is_array))
+        file = kept.Kept(tmp_path / "training.npz")
+        with pytest.raises(KeyboardInterrupt):
+            trainer(1, follow=_press(calls), kept=file)
+        assert file.path.exists()
+        seen = []
+        got = trainer(1, follow=lambda *given, seen=seen: seen.append(given), kept=file)
+        assert len(seen) == (1 if trainer is plain else 4)  # the deep recipe repeats from step 4
+        leaves = jax.tree.leaves(eqx.filter(trainer.model, eqx.is_array))
+        assert all(jnp.array_equal(a, b) for a, b in zip(leaves, weights, strict=True))
+        found, told = got.record(), wanted.record()
+        for record in (found, told):  # but for the seconds
+            record["curve"] = [(step, error) for step, _, error in record.get("curve", ())]
+        assert found == told
+        file.remove()
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_a_training_shows_its_steps_its_loss_and_the_time_left(monkeypatch, capsys):
@@ -326,13 +369,14 @@ def test_lbfgs_goes_on_where_the_training_ended():
 SIZES = {
     "poisson_subdomains": ((64,), lambda u: u.reshape(64, 2, 64, 2).mean(axis=(1, 3)), 1e-2),
     "wave_heterogeneous": ((1000,), lambda u: u, 1e-4),
+    "kdv_cosine": ((512, 1000), lambda u: u.reshape(51, 1024)[:, ::2], 1e-5),
     "kuramoto_sivashinsky": ((256, 600), lambda u: u.reshape(31, 512)[:, ::2], 1e-6),
     "gray_scott": ((128, 200), lambda u: u.reshape(6, 128, 128, 2)[:, ::2, ::2], 1e-3),
 }
 
 
 @pytest.mark.parametrize(
-    "name", [*list(SIZES)[:3], pytest.param("gray_scott", marks=pytest.mark.slow)]
+    "name", [*list(SIZES)[:4], pytest.param("gray_scott", marks=pytest.mark.slow)]
 )
 def test_solutions_change_little_with_the_grid(name):
     size, thinned, tolerance = SIZES[name]
