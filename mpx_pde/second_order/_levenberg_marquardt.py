@@ -102,10 +102,11 @@ class LevenbergMarquardt(eqx.Module):
     first, and the rest has a Gram matrix of its own. The state updates the directions at each step.
 
     The *dual* method, for more parameters than residuals, factorizes `J Jᵀ + damping` instead,
-    because `v = -Jᵀ (J Jᵀ + damping)⁻¹ r`. The rows of `J` are computed in the precision of the
-    residual, their parts along up to 128 tracked directions are kept in it, and what these leave is
-    rounded to the precision of the Jacobian for its products. So a half precision matrix needs
-    hardly more conjugate gradients than a float32 one. `J` is held a block of rows at a time.
+    because `v = -Jᵀ (J Jᵀ + damping)⁻¹ r`. With a float64 Jacobian its rows are in float64. With a
+    narrower one they are in float32, their parts along up to 128 tracked directions stay in it, and
+    what these leave is rounded to the precision of the Jacobian for its products. So a half
+    precision matrix needs hardly more conjugate gradients than a float32 one. `J` is held a block
+    of rows at a time.
 
     The *low-rank* method holds no matrix of parameters² or residuals² entries. It runs conjugate
     gradients with a Nyström approximation of `Jᵀ J` from 64 tracked directions as preconditioner.

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import mpx_pde as mpx
 from mpx_pde.second_order import _dual
 from mpx_pde.second_order._choice import chosen
-from mpx_pde.second_order._dual import Blocks, Rounded, cut, dual_conjugate_gradients, kernel
+from mpx_pde.second_order._dual import Blocks, Rounded, Rows, cut, dual_conjugate_gradients
 from mpx_pde.second_order._gram import first_leading
 
 
@@ -100,13 +100,13 @@ def with_singular_values(rows, columns, values, seed=0):
     return left * values @ right.T
 
 
-@pytest.mark.parametrize("strips", [1, 2, 6])
+@pytest.mark.parametrize("strips", [1, 3])
 def test_a_kernel_by_strips_is_that_of_numpy(strips):
     jac = np.random.default_rng(0).standard_normal((18, 70))
     with jax.enable_x64(True):
         leading = first_leading(70, 5).first(5, "float64")
         blocks = jnp.asarray(jac).reshape(6, 3, 70)
-        found = kernel(lambda x: x, blocks, strips, leading, "float64")
+        found = Rows(lambda x: x, blocks, strips, "float64").kernel(leading)
         whole = np.asarray(found.along @ found.along.T) + np.asarray(found.rest)
         directions = np.asarray(leading.spans())
         new = np.asarray(found.leading.spans())
@@ -154,8 +154,8 @@ def test_few_iterations_solve_in_float64_once_directions_are_tracked(precision):
         for _ in range(6):
             jac = jac + jac @ (turn - turn.T) / 2
             first = leading.first(64, "float64")
-            blocks = jnp.asarray(jac)[None]
-            sums = kernel(lambda x: x, blocks, 1, first, precision)
+            blocks = jnp.asarray(jac, "float32")[None]
+            sums = Rows(lambda x: x, blocks, 1, precision).kernel(first)
             leading = jax.tree.map(lambda x: x.astype("float32"), sums.leading)
         damping = jnp.asarray(1e-9)
         b = jnp.asarray(jac @ rng.standard_normal(900))
@@ -246,6 +246,7 @@ def test_blocks_and_strips_hold_all_rows_in_bounded_memory():
         for precision, size in (("float64", 8), ("bfloat16", 2)):
             blocks, strips = cut(rows, columns, rows, precision)
             assert blocks % strips == 0
+            assert strips % 2 == 1
             each = -(-rows // blocks)
             room = max(2**28, 32 * rows**2)
             assert blocks // strips * each * columns * size < 1.2 * room
