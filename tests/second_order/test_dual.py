@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mpx_pde as mpx
 from mpx_pde.second_order import _dual
-from mpx_pde.second_order._choice import chosen
+from mpx_pde.second_order._choice import MEMORY, METHODS, chosen
 from mpx_pde.second_order._dual import Blocks, Rounded, Rows, cut, dual_conjugate_gradients
 from mpx_pde.second_order._gram import first_leading
 
@@ -231,14 +231,39 @@ def test_auto_takes_the_smaller_matrix_and_says_so():
     state = eqx.filter_jit(optimizer.update)(w, state, batches)[1]
     assert state.choice is not None
     assert "dual: a matrix of residuals² takes the fewest operations (27 resid" in repr(state)
+    tight = mpx.LevenbergMarquardt((wave, edge), memory=1e3)
+    state = eqx.filter_jit(tight.update)(w, state, batches)[1]  # a state of another optimizer
+    assert "low_rank: a matrix of residuals² takes more than 1 kB" in repr(state)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"jacobian": "float32"}, "primal: a matrix of parameters² takes the fewest operations"),
+        ({}, "dual: a matrix of residuals² takes the fewest operations"),
+        ({"method": "dual", "jacobian": "float32"}, "dual: as asked for"),
+        ({"memory": 1e5}, "low_rank: a matrix of residuals² takes more than 100 kB"),
+    ],
+)
+def test_a_state_tells_the_choice_of_its_own_optimizer(options, told):
+    """As many residuals as parameters, where the choice depends on the precision."""
+    with jax.enable_x64(True):
+        w, batches = weights(), examples(57, 6)
+        optimizer = mpx.LevenbergMarquardt((wave, edge), forward="float64", **options)
+        choice = optimizer.choice(w, batches)
+        system = METHODS.index(choice.method), choice.rows, choice.parameters
+        state = eqx.tree_at(lambda s: s.system, optimizer.init(w), jnp.asarray(system))
+        assert (choice.rows, choice.parameters) == (120, 120)
+        assert state.choice == choice
+        assert told in repr(state)
 
 
 def test_auto_takes_the_method_that_was_measured_faster():
     """CPU seconds of a float64 step, of networks of three sizes (see the guide)."""
     faster = {(400, 337): "dual", (700, 697): "dual", (1200, 697): "primal", (1100, 1185): "dual"}
     for (rows, parameters), method in faster.items():
-        assert chosen("auto", rows, parameters).method == method
-    assert chosen("auto", 700, 697, jacobian="float32").method == "primal"
+        assert chosen("auto", "float64", MEMORY, rows, parameters).method == method
+    assert chosen("auto", "float32", MEMORY, 700, 697).method == "primal"
 
 
 def test_blocks_and_strips_hold_all_rows_in_bounded_memory():
