@@ -7,6 +7,9 @@ The recipe is that of `python -m examples.problems run NAME --recipe deep`, whic
     python -m benchmarks second_order --target h100 --dual   # with a million parameters
     python -m benchmarks second_order --time 8          # times eight steps of each on a GPU
     python -m benchmarks second_order --methods 6   # primal or dual, by size
+    python -m benchmarks second_order --narrow 60   # dual steps with narrow matrices
+    python -m benchmarks second_order --dampings 60 # many dampings on one factorization
+    python -m benchmarks second_order --draws 60    # points that stay, or are drawn anew
     python -m benchmarks second_order --race 30         # methods and rivals, 30 CPU seconds each
 """
 
@@ -31,9 +34,11 @@ from . import _rivals
 from ._chips import CHIPS
 from ._deviceless import CUBLAS, compile_for
 from ._problems import problems
-from ._race import PROBLEMS, Heat
+from ._race import PROBLEMS, SMALL, Heat
+from ._radii import TRIED, Radii
 from ._report import Report, interleave
 from ._roofline import Roofline, summary
+from ._trained import Trainer
 
 
 PRECISIONS = ("float64", "float64-float32", "float32")
@@ -195,6 +200,57 @@ def _step_of(options: Any, problem: Heat, model: Any, batches: Any, rounds: int)
     return least, count, memory.temp_size_in_bytes
 
 
+# --- Narrow matrices ------------------------------------------------------------------------
+
+NARROW, REDRAW = ("float64", "float32", "bfloat16", "float16"), 5
+
+
+def narrow(report: Report, steps: int, seeds: list[int], names: list[str]) -> None:
+    """Trains with a dual matrix of each precision."""
+    for name, jacobian in itertools.product(names, NARROW):
+        keys = ({"problem": name, "jacobian": jacobian, "steps": steps, "seed": s} for s in seeds)
+        with jax.enable_x64(True):
+            trainer = Trainer(SMALL[name], jacobian=jacobian)
+            for key in report.missing("narrow", keys):
+                report.record("narrow", **key, **trainer(key["seed"], steps, REDRAW))
+
+
+# --- Points that stay -----------------------------------------------------------------------
+
+DRAWS = (1, 5, 20, 0)
+"""The steps from one draw of points to the next. With 0 they stay."""
+
+
+def drawn(report: Report, steps: int, seeds: list[int], names: list[str]) -> None:
+    """Trains networks of many more parameters than points, which stay or are drawn anew."""
+    for name in names:
+        keys = ({"problem": name, "redraw": n, "seed": s} for s in seeds for n in DRAWS)
+        with jax.enable_x64(True):
+            trainer = Trainer(SMALL[name])
+            for key in report.missing("draws", keys):
+                told = trainer(key["seed"], steps, key["redraw"] or steps)
+                report.record("draws", **key, steps=steps, **told)
+
+
+# --- Many dampings at once ------------------------------------------------------------------
+
+DAMPINGS = {
+    "one at a time": lambda problem: Trainer(problem),
+    "one at a time, no acceleration": lambda problem: Trainer(problem, acceleration=0.0),
+    f"{TRIED} at once": lambda problem: Trainer(problem, Radii(problem.residuals)),
+}
+
+
+def tried(report: Report, steps: int, seeds: list[int], names: list[str]) -> None:
+    """Compares dampings that are tried one by one with many on one eigendecomposition."""
+    for name, (way, begun) in itertools.product(names, DAMPINGS.items()):
+        keys = ({"problem": name, "dampings": way, "steps": steps, "seed": s} for s in seeds)
+        with jax.enable_x64(True):
+            trainer = begun(SMALL[name])
+            for key in report.missing("dampings", keys):
+                report.record("dampings", **key, **trainer(key["seed"], steps, REDRAW))
+
+
 # --- The race of methods and rivals ---------------------------------------------------------
 
 PRIMAL_MOST, DENSE_MOST = 3000, 1500  # parameters
@@ -285,6 +341,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--time", type=int, help="time so many steps of a wide network")
     parser.add_argument("--race", type=int, help="CPU seconds of each method and rival")
     parser.add_argument("--methods", type=int, help="time so many steps by method and size")
+    parser.add_argument("--narrow", type=int, help="so many dual steps with narrow matrices")
+    parser.add_argument(
+        "--draws", type=int, help="so many dual steps, points drawn more or less often"
+    )
+    parser.add_argument(
+        "--dampings", type=int, help="so many steps, dampings one by one or at once"
+    )
     parser.add_argument("--rivals", nargs="+", help="methods of the race, by default all")
     parser.add_argument("--resume", action="store_true", help="keep the trainings in the file")
 
@@ -310,6 +373,14 @@ def run(report: Report, args: argparse.Namespace) -> None:
             report.resume("methods")
         compare(report, args.methods, args.quick)
         return
+    for name, trains in {"narrow": narrow, "draws": drawn, "dampings": tried}.items():
+        if steps := getattr(args, name):
+            report.name = f"second_order-{name}"
+            if args.resume:
+                report.resume(name)
+            problems_of = args.problems or list(SMALL)
+            trains(report, steps, args.seeds, problems_of[: 1 if args.quick else None])
+            return
     if args.race:
         report.name = "second_order-race"
         if args.resume:
