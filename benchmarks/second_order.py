@@ -109,7 +109,8 @@ def dual(precision: str, quick: bool) -> Sized:
 def predict(report: Report, target: str, precisions: Any, step_of: Callable[[str], Sized]) -> None:
     """Predicts the time of a step. The number of conjugate gradient iterations is not known in
     advance, so one iteration is counted for each solve."""
-    for key in report.missing("steps", ({"precision": precision} for precision in precisions)):
+
+    def predicted(key: dict[str, Any]) -> dict[str, Any]:
         precision = key["precision"]
         with jax.enable_x64("float64" in precision):
             step = step_of(precision)
@@ -119,7 +120,11 @@ def predict(report: Report, target: str, precisions: Any, step_of: Callable[[str
             arrays = jax.tree.leaves(eqx.filter(state[0], _is_inexact))
         told = {"parameters": sum(x.size for x in arrays), "points": step.points}
         told |= summary(Roofline(program.module).kernels(), CHIPS[target])
-        report.record("steps", precision=precision, temp_bytes=program.temp_bytes, **told)
+        return {**key, "temp_bytes": program.temp_bytes, **told}
+
+    with ThreadPoolExecutor(4) as pool:
+        for told in pool.map(predicted, ({"precision": name} for name in precisions)):
+            report.record("steps", **told)
 
 
 def _is_inexact(x: Any) -> bool:
@@ -355,8 +360,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(report: Report, args: argparse.Namespace) -> None:
     if args.target:
         report.name = f"second_order-{'dual-' if args.dual else ''}{args.target}"
-        if args.resume:
-            report.resume("steps")
         if args.dual:
             predict(report, args.target, IN_DUAL, partial(dual, quick=args.quick))
         else:

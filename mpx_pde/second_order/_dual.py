@@ -22,13 +22,16 @@ from ._search import CLOSE, Solve
 _BLOCK, _ROWS = 2**23, 64
 """The number of entries in a block of the Jacobian, and the smallest number of its rows."""
 
-_STRIP, _KERNELS = 2**28, 32
+_STRIP, _KERNELS = 2**28, 48
 """The rows of a strip, whose products with all rows before them are taken together, may take this
 memory in bytes, or this many bytes for each entry of `J Jᵀ`."""
 
 _SHARE = 8
 """A block may take one part in so many of the memory of a strip. The leading directions are read
 for each block."""
+
+_ALIGNED = 64
+"""Columns of narrow rows come in multiples of this."""
 
 _SURE = 1e-4
 """The factor on `close` for estimates by the preconditioner, which may not see all that is left."""
@@ -43,7 +46,8 @@ class Rounded(eqx.Module):
     @classmethod
     def of(cls, rows: Float[Array, "rows columns"], precision: str) -> "Rounded":
         """Rounds rows to a half precision, or to float32 for a split product. For float16 each row
-        is scaled to a largest entry of about one."""
+        is scaled to a largest entry of about one. Many columns are filled up with zeros to a
+        multiple that tensor cores take: otherwise each product would copy the rows to do so."""
         scale = jnp.ones(len(rows), rows.dtype)
         if precision == "float16":
             size = jnp.max(jnp.abs(rows), axis=1)
@@ -52,7 +56,10 @@ class Rounded(eqx.Module):
             _, exponent = jnp.frexp(jnp.where(usual, size, 1.0))
             scale = jnp.ldexp(scale, -exponent)
         kept = precision if precision in ("float16", "bfloat16", "float64") else "float32"
-        return cls((rows * scale[:, None]).astype(kept), scale)
+        columns = rows.shape[1]
+        fill = -columns % _ALIGNED if kept != "float64" and columns >= WIDE else 0
+        rounded = (rows * scale[:, None]).astype(kept)
+        return cls(jnp.pad(rounded, [(0, 0), (0, fill)]), scale)
 
     @property
     def _summed(self) -> Any:
@@ -119,6 +126,11 @@ class Rows:
         """Returns the number of blocks in a strip."""
         return self.count // self.strips
 
+    @property
+    def shape(self) -> jax.ShapeDtypeStruct:
+        """Returns the shape and the dtype of the rows of a block."""
+        return jax.eval_shape(self.compute, self.block(0))
+
     def block(self, j: Any) -> Any:
         return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, j, keepdims=False), self.blocks)
 
@@ -134,16 +146,17 @@ class Rows:
         """
         if self.count == 1:
             jac = self.compute(self.block(0))
-            leading = _spanned(lambda spans: _power(jac, spans), before)
-            along, rest = _apart(jac, leading.spans(), self.precision)
+            leading = _spanned(lambda spans: _power(jac, spans.astype(jac.dtype)), before)
+            along, rest = _apart(jac, leading.spans().astype(jac.dtype), self.precision)
             squares = jnp.sum(jac**2, axis=0)
             return Kernel(rest.by_itself(self.precision), along, squares, leading)
         leading = _spanned(self._power, before)
         return self._by_strips(leading)
 
     def _power(self, spans: Float[Array, "columns leading"]) -> Float[Array, "columns leading"]:
-        add = lambda power, block: (power + _power(self.compute(block), spans), None)
-        return lax.scan(add, jnp.zeros(spans.shape, spans.dtype), self.blocks)[0]
+        narrow = spans.astype(self.shape.dtype)
+        add = lambda power, block: (power + _power(self.compute(block), narrow), None)
+        return lax.scan(add, jnp.zeros_like(spans), self.blocks)[0]
 
     def _by_strips(self, leading: Reflector) -> Kernel:
         """Keeps the rows of a strip, in the precision of their products, and computes those of half
@@ -152,10 +165,8 @@ class Rows:
         The strips lie on a circle, and each takes its products with the half that follows it. So
         each pair is taken once, and all strips run loops of the same length.
         """
-        spans, inner = leading.spans(), self.inner
-        shape = jax.eval_shape(self.compute, self.block(0))
-        (each, columns), dtype = shape.shape, shape.dtype
-        most = self.count * each
+        (each, columns), dtype, inner = self.shape.shape, self.shape.dtype, self.inner
+        spans, most = leading.spans().astype(dtype), self.count * each
 
         def kept(squares, j):
             jac = self.compute(self.block(j))
@@ -188,14 +199,13 @@ def _power(
     jac: Float[Array, "rows columns"], spans: Float[Array, "columns leading"]
 ) -> Float[Array, "columns leading"]:
     with jax.default_matmul_precision("highest"):
-        return (jac.T @ (jac @ spans.astype(jac.dtype))).astype(spans.dtype)
+        return jac.T @ (jac @ spans)
 
 
 def _apart(
     jac: Float[Array, "rows columns"], spans: Float[Array, "columns leading"], precision: str
 ) -> tuple[Float[Array, "rows leading"], Rounded]:
     """Returns the parts of rows along the leading directions, and what these leave, rounded."""
-    spans = spans.astype(jac.dtype)
     with jax.default_matmul_precision("highest"):
         along = jac @ spans
         rest = jac - along @ spans.T if spans.size else jac
@@ -207,7 +217,7 @@ def _spanned(power: Callable[[Array], Array], before: Reflector) -> Reflector:
     finite."""
     if not before.y.size:
         return before
-    new = Reflector.spanning(power(before.spans()))
+    new = Reflector.spanning(power(before.spans()).astype(before.y.dtype))
     return select_tree(jnp.all(jnp.isfinite(new.t)), new, before)
 
 

@@ -118,6 +118,19 @@ def test_a_kernel_by_strips_is_that_of_numpy(strips):
     np.testing.assert_allclose(new @ (new.T @ power), power, rtol=1e-12, atol=1e-10)
 
 
+@pytest.mark.parametrize(("blocks", "strips"), [(1, 1), (6, 3)])
+def test_many_columns_are_filled_up_to_what_tensor_cores_take(blocks, strips):
+    """`J Jᵀ` stays within the rounding of bfloat16, 2^-9, of each of two factors."""
+    jac = np.random.default_rng(0).standard_normal((18, 4100)).astype("float32")
+    assert Rounded.of(jnp.asarray(jac), "bfloat16").rows.shape == (18, 4160)
+    assert Rounded.of(jnp.asarray(jac[:, :70]), "bfloat16").rows.shape == (18, 70)
+    stacked = jnp.asarray(jac).reshape(blocks, -1, 4100)
+    found = Rows(lambda x: x, stacked, strips, "bfloat16").kernel(first_leading(4100, 5))
+    along, at = np.asarray(found.along), np.tril_indices(18)
+    wrong = along @ along.T + np.asarray(found.rest) - jac @ jac.T
+    assert np.max(np.abs(wrong[at])) < 2**-8 * 4100
+
+
 @pytest.mark.slow
 def test_reflections_are_orthogonal_in_float64_and_may_be_missing():
     with jax.enable_x64(True):
@@ -273,7 +286,7 @@ def test_blocks_and_strips_hold_all_rows_in_bounded_memory():
             assert blocks % strips == 0
             assert strips % 2 == 1
             each = -(-rows // blocks)
-            room = max(2**28, 32 * rows**2)
+            room = max(2**28, 48 * rows**2)
             assert blocks // strips * each * columns * size < 1.2 * room
 
 
