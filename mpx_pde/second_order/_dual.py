@@ -33,9 +33,6 @@ for each block."""
 _ALIGNED = 64
 """Columns of narrow rows come in multiples of this."""
 
-_SURE = 1e-4
-"""The factor on `close` for estimates by the preconditioner, which may not see all that is left."""
-
 
 class Rounded(eqx.Module):
     """Rows in the precision of products, each multiplied by a `scale`."""
@@ -155,7 +152,10 @@ class Rows:
 
     def _power(self, spans: Float[Array, "columns leading"]) -> Float[Array, "columns leading"]:
         narrow = spans.astype(self.shape.dtype)
-        add = lambda power, block: (power + _power(self.compute(block), narrow), None)
+
+        def add(power, block):
+            return power + _power(self.compute(block), narrow).astype(power.dtype), None
+
         return lax.scan(add, jnp.zeros_like(spans), self.blocks)[0]
 
     def _by_strips(self, leading: Reflector) -> Kernel:
@@ -237,7 +237,7 @@ class Blocks(eqx.Module):
         several, leading = along.shape[1], Reflector.spanning(along)
         if not several:
             return cls(rest, along.T, jnp.zeros((0, 0), rest.dtype), leading)
-        rest = rest if len(rest) >= WIDE else rest.astype(wide)
+        rest = rest.astype(jnp.float32 if len(rest) >= WIDE else wide)
         turned = leading(leading(jnp.tril(rest) + jnp.tril(rest, -1).T).T)
         upper = leading(along.T)[:, :several]
         with jax.default_matmul_precision("highest"):
@@ -325,41 +325,41 @@ def dual_conjugate_gradients(
     """Solves `(Jᵀ J + damping) x = Jᵀ b` for `x = Jᵀ y`, preconditioned by `solve`, which solves
     with a rounded `J Jᵀ + damping` for `y`. Returns `x` and the number of iterations.
 
-    The quadratic model is that of the primal system, and so are the rules by which directions are
-    taken and the iterations end (see `conjugate_gradients`). With `t = J Jᵀ z` for a direction `z`
-    of the preconditioner, which takes the only products of an iteration, all else is sums:
-    the direction `u` in the space of parameters and `q = J u` follow `Jᵀ z` and `t`.
-    """
-    tiny, eps = jnp.finfo(b.dtype).tiny, jnp.finfo(b.dtype).eps
+    Runs conjugate gradients for `(J Jᵀ + damping) y = b`. So it is enough that the rounded matrix
+    is that of a Jacobian near `J`, in which case the ratios of the two quadratic forms are near
+    one. Rounded directions are not conjugate for long. So each is followed to its lowest point,
+    with the factor of Polak and Ribière on the one before.
 
-    def going(carry):
-        more, i, _, b, *_, t, total = carry
-        gamma, lost = t @ b, eps * jnp.linalg.norm(t) * jnp.linalg.norm(b)
-        return more & ((i == 0) | (gamma > _SURE * close * total) & (gamma > lost))
+    The iterations end after `most` of them, or once the quadratic model of `x` is within `close` of
+    its fall so far from its minimum. What is left to it is `rᵀ J Jᵀ (J Jᵀ + damping)⁻¹ r`, at most
+    `rᵀ r`, for `r = b - (J Jᵀ + damping) y`.
+    """
+    tiny = jnp.finfo(b.dtype).tiny
+
+    def left(x, r, w):
+        """Returns whether the model may fall by more than the share `close` of its fall so far."""
+        fell = b @ b - (b - w) @ (b - w) - damping * (x @ x)
+        return r @ r > close * jnp.maximum(fell, 0)
 
     def again(carry):
-        _, i, x, b, u, y, q, t, total = carry
+        _, i, x, r, w, z, p = carry
         i += 1
-        along = (q @ b) / jnp.maximum(q @ q + damping * (u @ u), tiny)
-        fell = along * (q @ b)
-        gamma = t @ b
-        x, new, total = x + along * u, b - along * (q + damping * y), total + fell
+        u = pull(p)
+        q = push(u)
+        along = (r @ p) / jnp.maximum(u @ u + damping * (p @ p), tiny)
+        x, new, w = x + along * u, r - along * (q + damping * p), w + along * q
 
         def turned():
-            z = solve(new)
-            back = pull(z)
-            t = push(back)
-            kept = jnp.maximum(t @ (new - b), 0) / jnp.maximum(gamma, tiny)
-            return back + kept * u, z + kept * y, t + kept * q, t
+            better = solve(new)
+            kept = jnp.maximum(better @ (new - r), 0) / jnp.maximum(r @ z, tiny)
+            return better, better + kept * p
 
-        more = (i < most) & (i.astype(total.dtype) * fell > close * total)
-        u, y, q, t = lax.cond(more, turned, lambda: (u, y, q, t))
-        return more, i, x, new, u, y, q, t, total
+        more = (i < most) & left(x, new, w)
+        z, p = lax.cond(more, turned, lambda: (z, p))
+        return more, i, x, new, w, z, p
 
     z = solve(b)
-    u = pull(z)
-    t = push(u)
-    zero, count = jnp.zeros((), b.dtype), jnp.array(0, jnp.int32)
-    start = jnp.array(True), count, jnp.zeros_like(u), b, u, z, t, t, zero
-    _, i, x, *_ = lax.while_loop(going, again, start)
+    x, w, count = jnp.zeros_like(pull(b)), jnp.zeros_like(b), jnp.array(0, jnp.int32)
+    start = jnp.array(True), count, x, b, w, z, z
+    _, i, x, *_ = lax.while_loop(lambda carry: carry[0], again, start)
     return x, i

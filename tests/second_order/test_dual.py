@@ -189,6 +189,35 @@ def test_few_iterations_solve_in_float64_once_directions_are_tracked(precision):
 
 
 @pytest.mark.slow
+def test_rows_in_float32_precondition_far_below_their_rounding():
+    """The damping is a hundredth of the rounding of float32 relative to `J Jᵀ`. Float64 rows take
+    6 iterations. A test by `rᵀ J Jᵀ z`, which may be negative here, would end the solve early."""
+    jac = with_singular_values(300, 1800, np.logspace(0, -7, 300))
+    rng, damping = np.random.default_rng(1), 1e-10
+    with jax.enable_x64(True):
+        leading, rows = first_leading(1800, 75), jnp.asarray(jac, "float32")[None]
+        for _ in range(5):
+            first = leading.first(75, "float64")
+            sums = Rows(lambda x: x, rows, 1, "bfloat16").kernel(first)
+            leading = jax.tree.map(lambda x: x.astype("float32"), sums.leading)
+        b = jac @ rng.standard_normal(1800) + 1e-3 * rng.standard_normal(300)
+        solve = Blocks.of(sums).factored(jnp.asarray(damping), None, "bfloat16")
+        x, iterations = dual_conjugate_gradients(
+            lambda v: jac @ v,
+            lambda b: jac.T @ b,
+            solve,
+            jnp.asarray(damping),
+            jnp.asarray(b),
+            most=100,
+            close=1e-9,
+        )
+    model = lambda x: np.sum((jac @ x - b) ** 2) + damping * np.sum(x**2)
+    best = jac.T @ np.linalg.solve(jac @ jac.T + damping * np.eye(300), b)
+    assert model(np.asarray(x)) - model(best) < 1e-9 * (np.sum(b**2) - model(best))
+    assert iterations <= 10
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["dual", "low_rank"])
 def test_what_is_not_finite_changes_nothing_and_new_points_are_taken(method):
     w, options = weights(dtype="float32"), {"jacobian": "bfloat16", "method": method}
