@@ -36,7 +36,7 @@ from ._deviceless import CUBLAS, compile_for
 from ._problems import problems
 from ._race import PROBLEMS, SMALL, Heat
 from ._radii import TRIED, Radii
-from ._report import Report, interleave
+from ._report import Report, commit, interleave
 from ._roofline import Roofline, summary
 from ._trained import Trainer
 
@@ -287,7 +287,7 @@ def race(
     for key in report.missing("race", keys):
         with jax.enable_x64(True):
             if (found := _raced(report, key, 1 if quick else seconds)) is not None:
-                report.record("race", **key, **found)
+                report.record("race", **key, commit=commit(), **found)
 
 
 def _raced(report: Report, key: dict[str, Any], seconds: int) -> dict[str, Any] | None:

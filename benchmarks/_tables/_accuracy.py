@@ -186,7 +186,7 @@ def _by_dampings(data: Result) -> Iterator[Record]:
     """Yields the medians over the seeds by the way in which dampings are tried."""
     for problem, runs in groups(data["dampings"], "problem").items():
         for way, own in groups(runs, "dampings").items():
-            names = ("error", "loss", "cpu_seconds_a_step", "rejected")
+            names = ("error", "loss", "rejected")
             told = {name: statistics.median(run[name] for run in own) for name in names}
             size = f"{problem}: {own[0]['parameters']:,}, {own[0]['rows']:,}"
             yield {**own[0], **told, "problem": size, "way": way, "seeds": listed(own, "seed")}
@@ -201,7 +201,6 @@ second_order_dampings = Table(
     error                            {error:.1e}
     loss                             {loss:.1e}
     rejected                         {rejected:.0f}
-    processor ms a step              {cpu_seconds_a_step:ms.0f}
     seeds                            {seeds}
     """,
     "After {steps} dual steps in float64, medians over the seeds; new points every five steps.",
