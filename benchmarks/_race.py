@@ -34,7 +34,7 @@ class Heat:
     until: float = 0.0
 
     @property
-    def _box(self) -> tuple[list[float], list[float]]:
+    def box(self) -> tuple[list[float], list[float]]:
         high = [1.0] * self.dims
         if self.until:
             high.append(self.until)
@@ -45,7 +45,7 @@ class Heat:
         return there * jnp.exp(-x[-1]) if self.until else there
 
     def network(self, key: Any) -> Any:
-        shape = len(self._box[0]), 1, self.width, self.depth
+        shape = len(self.box[0]), 1, self.width, self.depth
         return eqx.nn.MLP(*shape, jnp.tanh, key=key, dtype=jnp.float64)
 
     def interior(self, model: Any, x: Any) -> Any:
@@ -65,7 +65,7 @@ class Heat:
         return (self.interior, *[self.condition] * (2 if self.until else 1))
 
     def batches(self, key: Any) -> tuple[Any, ...]:
-        low, high, edge = *self._box, self.points // 5
+        low, high, edge = *self.box, self.points // 5
         keys, inside = jax.random.split(key, 3), self.points - edge * (2 if self.until else 1)
         drawn = [
             mpx.Points(low, high, inside)(None, key=keys[0]),
@@ -76,9 +76,14 @@ class Heat:
         return tuple(drawn)
 
     def error(self, model: Any) -> float:
-        points = mpx.Points(*self._box, TESTED)(None, key=jax.random.key(9))
-        want, got = jax.vmap(self.exact)(points), jnp.ravel(jax.vmap(model)(points))
-        return float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
+        return float(_error(self, model))
+
+
+@eqx.filter_jit
+def _error(problem: Heat, model: Any) -> Any:
+    points = mpx.Points(*problem.box, TESTED)(None, key=jax.random.key(9))
+    want, got = jax.vmap(problem.exact)(points), jnp.ravel(jax.vmap(model)(points))
+    return jnp.linalg.norm(got - want) / jnp.linalg.norm(want)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,3 +127,12 @@ PROBLEMS: dict[str, Heat | Collected] = {
     "Poisson, 100-D": Heat(100, 64, 2, 400),
     "Poisson, 3-D, 100,000": Heat(3, 222, 3, 500),
 }
+
+SMALL: dict[str, Heat | Collected] = {
+    "Poisson, 3-D": Heat(3, 40, 2, 300),
+    "Poisson, 5-D": Heat(5, 40, 2, 300),
+    "Heat, 3 + 1": Heat(3, 40, 2, 300, until=1.0),
+    "Kovasznay": Collected("kovasznay", 40, 2, 100),
+    "Burgers": Collected("burgers_1d", 40, 2, 300),
+}
+"""Problems with six times as many parameters as residuals, for many trainings."""

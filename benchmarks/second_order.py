@@ -4,8 +4,12 @@ The recipe is that of `python -m examples.problems run NAME --recipe deep`, whic
 
     python -m benchmarks second_order --problems kovasznay --seeds 0
     python -m benchmarks second_order --target h100     # predicts the time of a step without a run
+    python -m benchmarks second_order --target h100 --dual   # with a million parameters
     python -m benchmarks second_order --time 8          # times eight steps of each on a GPU
     python -m benchmarks second_order --methods 6   # primal or dual, by size
+    python -m benchmarks second_order --narrow 60   # dual steps with narrow matrices
+    python -m benchmarks second_order --dampings 60 # many dampings on one factorization
+    python -m benchmarks second_order --draws 60    # points that stay, or are drawn anew
     python -m benchmarks second_order --race 30         # methods and rivals, 30 CPU seconds each
 """
 
@@ -30,14 +34,18 @@ from . import _rivals
 from ._chips import CHIPS
 from ._deviceless import CUBLAS, compile_for
 from ._problems import problems
-from ._race import PROBLEMS, Heat
-from ._report import Report, interleave
+from ._race import PROBLEMS, SMALL, Heat
+from ._radii import TRIED, Radii
+from ._report import Report, commit, interleave
 from ._roofline import Roofline, summary
+from ._trained import Trainer
 
 
 PRECISIONS = ("float64", "float64-float32", "float32")
 COMPILED = ("float64", "float32", *(f"float64-{j}" for j in ("float32", "bfloat16_x3", "bfloat16")))
 WIDTH, POINTS = 99, 32_768  # 20,197 parameters
+IN_DUAL = ("float64", *(f"float64-{j}" for j in ("bfloat16", "float32", "bfloat16_x3")))
+DUAL_WIDTH, DUAL_POINTS = 706, 16_384  # 1,001,815 parameters
 
 
 class _Untold(mpx.LevenbergMarquardt):
@@ -50,11 +58,20 @@ class _Untold(mpx.LevenbergMarquardt):
 
 
 class Sized(NamedTuple):
-    """A step on Burgers' equation with a wider network."""
+    """A step with a wide network.
+
+    **Attributes:**
+
+    - `examples`: the shapes of the examples, as `optimizer.update` takes them.
+    """
 
     optimizer: mpx.LevenbergMarquardt
     network: Callable[[], Any]
-    points: int
+    examples: Any
+
+    @property
+    def points(self) -> int:
+        return sum(len(x) for x in jax.tree.leaves(self.examples))
 
     def taken(self, state: Any, batch: Any) -> Any:
         """Takes a step; returns the new state, its loss and its conjugate gradient iterations."""
@@ -68,28 +85,50 @@ class Sized(NamedTuple):
 
 
 def sized(precision: str, quick: bool, kind: Any = mpx.LevenbergMarquardt) -> Sized:
+    """Returns a step on Burgers' equation."""
     deep = importlib.import_module("examples.problems._deep")
     width, points = (16, 256) if quick else (WIDTH, POINTS)
     problem = dataclasses.replace(problems.load("burgers_1d").deep, width=width)
     forward, jacobian = deep.PRECISIONS[precision]
     network = partial(deep.Network, problem, jnp.dtype(forward), key=jax.random.key(0))
-    return Sized(kind(problem.residual, forward=forward, jacobian=jacobian), network, points)
+    optimizer = kind(problem.residual, forward=forward, jacobian=jacobian)
+    return Sized(optimizer, network, jax.ShapeDtypeStruct((points, 2), jnp.dtype(forward)))
 
 
-def predict(report: Report, target: str, quick: bool) -> None:
+def dual(precision: str, quick: bool) -> Sized:
+    """Returns a step on Poisson's equation in three dimensions, with many more parameters than
+    points."""
+    problem = Heat(3, *((64, 2, 400) if quick else (DUAL_WIDTH, 3, DUAL_POINTS)))
+    jacobian = precision.rpartition("-")[2]
+    options = {"forward": "float64", "jacobian": jacobian, "method": "dual"}
+    network = partial(problem.network, jax.random.key(0))
+    batches = eqx.filter_eval_shape(problem.batches, jax.random.key(0))
+    return Sized(_Untold(problem.residuals, **options), network, batches)
+
+
+def predict(report: Report, target: str, precisions: Any, step_of: Callable[[str], Sized]) -> None:
     """Predicts the time of a step. The number of conjugate gradient iterations is not known in
     advance, so one iteration is counted for each solve."""
-    for precision in COMPILED:
+
+    def predicted(key: dict[str, Any]) -> dict[str, Any]:
+        precision = key["precision"]
         with jax.enable_x64("float64" in precision):
-            step = sized(precision, quick, _Untold)
+            step = step_of(precision)
             state = eqx.filter_eval_shape(step.begun)
-            batch = jax.ShapeDtypeStruct((step.points, 2), jnp.dtype(step.optimizer.forward))
             options = {"compiler_options": {} if "_x3" in precision else CUBLAS, "donate": (0,)}
-            program = compile_for(target, step.taken, state, batch, **options)
-            arrays = jax.tree.leaves(eqx.filter(step.network(), eqx.is_inexact_array))
+            program = compile_for(target, step.taken, state, step.examples, **options)
+            arrays = jax.tree.leaves(eqx.filter(state[0], _is_inexact))
         told = {"parameters": sum(x.size for x in arrays), "points": step.points}
         told |= summary(Roofline(program.module).kernels(), CHIPS[target])
-        report.record("steps", precision=precision, temp_bytes=program.temp_bytes, **told)
+        return {**key, "temp_bytes": program.temp_bytes, **told}
+
+    with ThreadPoolExecutor(4) as pool:
+        for told in pool.map(predicted, ({"precision": name} for name in precisions)):
+            report.record("steps", **told)
+
+
+def _is_inexact(x: Any) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _running(precision: str, quick: bool) -> Callable[[], Any]:
@@ -166,6 +205,57 @@ def _step_of(options: Any, problem: Heat, model: Any, batches: Any, rounds: int)
     return least, count, memory.temp_size_in_bytes
 
 
+# --- Narrow matrices ------------------------------------------------------------------------
+
+NARROW, REDRAW = ("float64", "float32", "bfloat16", "float16"), 5
+
+
+def narrow(report: Report, steps: int, seeds: list[int], names: list[str]) -> None:
+    """Trains with a dual matrix of each precision."""
+    for name, jacobian in itertools.product(names, NARROW):
+        keys = ({"problem": name, "jacobian": jacobian, "steps": steps, "seed": s} for s in seeds)
+        with jax.enable_x64(True):
+            trainer = Trainer(SMALL[name], jacobian=jacobian)
+            for key in report.missing("narrow", keys):
+                report.record("narrow", **key, **trainer(key["seed"], steps, REDRAW))
+
+
+# --- Points that stay -----------------------------------------------------------------------
+
+DRAWS = (1, 5, 20, 0)
+"""The steps from one draw of points to the next. With 0 they stay."""
+
+
+def drawn(report: Report, steps: int, seeds: list[int], names: list[str]) -> None:
+    """Trains networks of many more parameters than points, which stay or are drawn anew."""
+    for name in names:
+        keys = ({"problem": name, "redraw": n, "seed": s} for s in seeds for n in DRAWS)
+        with jax.enable_x64(True):
+            trainer = Trainer(SMALL[name])
+            for key in report.missing("draws", keys):
+                told = trainer(key["seed"], steps, key["redraw"] or steps)
+                report.record("draws", **key, steps=steps, **told)
+
+
+# --- Many dampings at once ------------------------------------------------------------------
+
+DAMPINGS = {
+    "one at a time": lambda problem: Trainer(problem),
+    "one at a time, no acceleration": lambda problem: Trainer(problem, acceleration=0.0),
+    f"{TRIED} at once": lambda problem: Trainer(problem, Radii(problem.residuals)),
+}
+
+
+def tried(report: Report, steps: int, seeds: list[int], names: list[str]) -> None:
+    """Compares dampings that are tried one by one with many on one eigendecomposition."""
+    for name, (way, begun) in itertools.product(names, DAMPINGS.items()):
+        keys = ({"problem": name, "dampings": way, "steps": steps, "seed": s} for s in seeds)
+        with jax.enable_x64(True):
+            trainer = begun(SMALL[name])
+            for key in report.missing("dampings", keys):
+                report.record("dampings", **key, **trainer(key["seed"], steps, REDRAW))
+
+
 # --- The race of methods and rivals ---------------------------------------------------------
 
 PRIMAL_MOST, DENSE_MOST = 3000, 1500  # parameters
@@ -197,7 +287,7 @@ def race(
     for key in report.missing("race", keys):
         with jax.enable_x64(True):
             if (found := _raced(report, key, 1 if quick else seconds)) is not None:
-                report.record("race", **key, **found)
+                report.record("race", **key, commit=commit(), **found)
 
 
 def _raced(report: Report, key: dict[str, Any], seconds: int) -> dict[str, Any] | None:
@@ -252,17 +342,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=300, help="a quarter of the recipe's")
     parser.add_argument("--target", choices=CHIPS, help="compile for this chip, and predict")
+    parser.add_argument("--dual", action="store_true", help="that of the dual method, and wider")
     parser.add_argument("--time", type=int, help="time so many steps of a wide network")
     parser.add_argument("--race", type=int, help="CPU seconds of each method and rival")
     parser.add_argument("--methods", type=int, help="time so many steps by method and size")
+    parser.add_argument("--narrow", type=int, help="so many dual steps with narrow matrices")
+    parser.add_argument(
+        "--draws", type=int, help="so many dual steps, points drawn more or less often"
+    )
+    parser.add_argument(
+        "--dampings", type=int, help="so many steps, dampings one by one or at once"
+    )
     parser.add_argument("--rivals", nargs="+", help="methods of the race, by default all")
     parser.add_argument("--resume", action="store_true", help="keep the trainings in the file")
 
 
 def run(report: Report, args: argparse.Namespace) -> None:
     if args.target:
-        report.name = f"second_order-{args.target}"
-        predict(report, args.target, args.quick)
+        report.name = f"second_order-{'dual-' if args.dual else ''}{args.target}"
+        if args.dual:
+            predict(report, args.target, IN_DUAL, partial(dual, quick=args.quick))
+        else:
+            step = partial(sized, quick=args.quick, kind=_Untold)
+            predict(report, args.target, COMPILED, step)
         return
     if args.time:
         report.name = "second_order-steps"
@@ -274,6 +376,14 @@ def run(report: Report, args: argparse.Namespace) -> None:
             report.resume("methods")
         compare(report, args.methods, args.quick)
         return
+    for name, trains in {"narrow": narrow, "draws": drawn, "dampings": tried}.items():
+        if steps := getattr(args, name):
+            report.name = f"second_order-{name}"
+            if args.resume:
+                report.resume(name)
+            problems_of = args.problems or list(SMALL)
+            trains(report, steps, args.seeds, problems_of[: 1 if args.quick else None])
+            return
     if args.race:
         report.name = "second_order-race"
         if args.resume:

@@ -94,6 +94,119 @@ second_order_step = Table(
 )
 
 
+def _in_dual(data: Result) -> Iterator[Record]:
+    """Yields for each dual step its seconds by kind of kernel, and those of the float64 step."""
+    full = next(s["seconds"] for s in data["steps"] if s["precision"] == "float64")
+    for step in data["steps"]:
+        kinds = {kind: found["seconds"] for kind, found in step["by_kind"].items()}
+        kinds["rest"] = sum(s for kind, s in kinds.items() if kind not in ("products", "layout"))
+        matrix = step["precision"].rpartition("-")[2]
+        yield {**step, **kinds, "matrix": f"`{matrix}`", "full": full}
+
+
+second_order_dual_step = Table(
+    "second_order-dual-h100",
+    _in_dual,
+    """
+    `jacobian=`            {matrix}
+    s                      {seconds:.2f}
+    relative to float64    {seconds/full:.2f}
+    products, s            {products:.2f}
+    layout, s              {layout:.2f}
+    rest, s                {rest:.2f}
+    memory, GB             {temp_bytes:GB.0f}
+    """,
+    "A step of the dual method with a float64 residual, {parameters:,} parameters and {points:,} "
+    "points. Predicted for an H100, with one conjugate gradient a solve.",
+)
+
+
+def _by_matrix(data: Result) -> Iterator[Record]:
+    """Yields the medians over the seeds by problem and precision of the matrix."""
+    for problem, runs in groups(data["narrow"], "problem").items():
+        at = groups(runs, "jacobian")
+        full = {run["seed"]: run["error"] for run in at["float64"]}
+        for jacobian, own in at.items():
+            ratio = statistics.median(run["error"] / full[run["seed"]] for run in own)
+            counts = [n for run in own for n in run["iterations"]]
+            yield {
+                **own[0],
+                "problem": f"{problem}: {own[0]['parameters']:,}, {own[0]['rows']:,}",
+                "jacobian": f"`{jacobian}`",
+                "error": statistics.median(run["error"] for run in own),
+                "ratio": ratio,
+                "most": max(counts),
+                "five": sum(n <= 5 for n in counts) / len(counts),
+                "seeds": listed(own, "seed"),
+            }
+
+
+second_order_narrow = Table(
+    "second_order-narrow",
+    _by_matrix,
+    """
+    problem: parameters, residuals   {problem}
+    `jacobian=`                      {jacobian}
+    error                            {error:.1e}
+    relative to float64              {ratio:.2f}
+    most iterations                  {most}
+    steps of at most five            {five:.0%}
+    seeds                            {seeds}
+    """,
+    "Dual steps with a float64 residual; points are drawn anew every five of {steps} steps. "
+    "Relative L2 errors are medians over the seeds, of each the median of the last four draws.",
+)
+
+
+def _by_draws(data: Result) -> Iterator[Record]:
+    """Yields the medians over the seeds by the number of steps between draws of points."""
+    for problem, runs in groups(data["draws"], "problem").items():
+        for redraw, own in groups(runs, "redraw").items():
+            told = {n: statistics.median(run[n] for run in own) for n in ("error", "loss")}
+            size = f"{problem}: {own[0]['parameters']:,}, {own[0]['rows']:,}"
+            often = "never" if not redraw else f"{redraw}"
+            yield {**own[0], **told, "problem": size, "often": often, "seeds": listed(own, "seed")}
+
+
+second_order_draws = Table(
+    "second_order-draws",
+    _by_draws,
+    """
+    problem: parameters, residuals   {problem}
+    steps between draws of points    {often}
+    loss                             {loss:.1e}
+    error                            {error:.1e}
+    seeds                            {seeds}
+    """,
+    "Relative L2 errors and losses after {steps} dual steps in float64, medians over the seeds.",
+)
+
+
+def _by_dampings(data: Result) -> Iterator[Record]:
+    """Yields the medians over the seeds by the way in which dampings are tried."""
+    for problem, runs in groups(data["dampings"], "problem").items():
+        for way, own in groups(runs, "dampings").items():
+            names = ("error", "loss", "rejected")
+            told = {name: statistics.median(run[name] for run in own) for name in names}
+            size = f"{problem}: {own[0]['parameters']:,}, {own[0]['rows']:,}"
+            yield {**own[0], **told, "problem": size, "way": way, "seeds": listed(own, "seed")}
+
+
+second_order_dampings = Table(
+    "second_order-dampings",
+    _by_dampings,
+    """
+    problem: parameters, residuals   {problem}
+    dampings                         {way}
+    error                            {error:.1e}
+    loss                             {loss:.1e}
+    rejected                         {rejected:.0f}
+    seeds                            {seeds}
+    """,
+    "After {steps} dual steps in float64, medians over the seeds; new points every five steps.",
+)
+
+
 def _by_rival(data: Result) -> Iterator[Record]:
     """Yields the medians over the seeds of each method on each problem, smallest error first."""
     for runs in groups(data["race"], "problem").values():

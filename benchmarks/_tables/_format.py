@@ -62,7 +62,7 @@ def taken(data: Mapping[str, Any]) -> str:
 
 # --- Declared tables -------------------------------------------------------------------------
 
-UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "ms": 1e-3, "MB": 1e6, "G": 1e9}
+UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "ms": 1e-3, "MB": 1e6, "GB": 1e9, "G": 1e9}
 
 
 class _Unknown(Exception):

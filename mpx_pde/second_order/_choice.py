@@ -52,9 +52,7 @@ class Choice:
         return "\n".join([f"{self.method}: {self.reason} ({size})", *rows])
 
 
-def chosen(
-    asked: str, rows: int, parameters: int, *, jacobian: str = "float64", memory: float = MEMORY
-) -> Choice:
+def chosen(asked: str, jacobian: str, memory: float, rows: int, parameters: int) -> Choice:
     """Returns the method that was `asked` for, or for `"auto"` the one of the fewest operations
     whose matrices fit into `memory` bytes."""
     narrow = jacobian != "float64"

@@ -22,12 +22,16 @@ from ._search import CLOSE, Solve
 _BLOCK, _ROWS = 2**23, 64
 """The number of entries in a block of the Jacobian, and the smallest number of its rows."""
 
-_STRIP, _KERNELS = 2**28, 32
+_STRIP, _KERNELS = 2**28, 48
 """The rows of a strip, whose products with all rows before them are taken together, may take this
 memory in bytes, or this many bytes for each entry of `J Jᵀ`."""
 
-_SURE = 1e-4
-"""The factor on `close` for estimates by the preconditioner, which may not see all that is left."""
+_SHARE = 8
+"""A block may take one part in so many of the memory of a strip. The leading directions are read
+for each block."""
+
+_ALIGNED = 64
+"""Columns of narrow rows come in multiples of this."""
 
 
 class Rounded(eqx.Module):
@@ -39,7 +43,8 @@ class Rounded(eqx.Module):
     @classmethod
     def of(cls, rows: Float[Array, "rows columns"], precision: str) -> "Rounded":
         """Rounds rows to a half precision, or to float32 for a split product. For float16 each row
-        is scaled to a largest entry of about one."""
+        is scaled to a largest entry of about one. Many columns are filled up with zeros to a
+        multiple that tensor cores take: otherwise each product would copy the rows to do so."""
         scale = jnp.ones(len(rows), rows.dtype)
         if precision == "float16":
             size = jnp.max(jnp.abs(rows), axis=1)
@@ -48,7 +53,10 @@ class Rounded(eqx.Module):
             _, exponent = jnp.frexp(jnp.where(usual, size, 1.0))
             scale = jnp.ldexp(scale, -exponent)
         kept = precision if precision in ("float16", "bfloat16", "float64") else "float32"
-        return cls((rows * scale[:, None]).astype(kept), scale)
+        columns = rows.shape[1]
+        fill = -columns % _ALIGNED if kept != "float64" and columns >= WIDE else 0
+        rounded = (rows * scale[:, None]).astype(kept)
+        return cls(jnp.pad(rounded, [(0, 0), (0, fill)]), scale)
 
     @property
     def _summed(self) -> Any:
@@ -74,7 +82,8 @@ class Kernel(eqx.Module):
 
     **Attributes:**
 
-    - `rest`: the lower triangle of `R Rᵀ`, with products in the precision of the Jacobian.
+    - `rest`: `R Rᵀ`, of which the lower triangle counts, with products in the precision of the
+        Jacobian.
     - `along`: `J V`.
     - `squares`: the squared norms of the columns of `J`.
     - `leading`: the reflector whose first columns are `V`.
@@ -86,76 +95,129 @@ class Kernel(eqx.Module):
     leading: Reflector
 
 
-def kernel(
-    rows: Callable[[Any], Float[Array, "rows columns"]],
-    blocks: Any,
-    strips: int,
-    before: Reflector,
-    precision: str,
-) -> Kernel:
-    """Sums over `rows(block)` for each of the blocks, which are stacked along a leading axis. They
-    make `strips` of as many blocks each.
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The rows of a Jacobian `J`, computed a block at a time.
 
-    `J Jᵀ = J V Vᵀ Jᵀ + R Rᵀ`. So the rounding of `R Rᵀ` is relative to what the leading directions
-    leave. `V` spans `Jᵀ J U`, a step of the power method from the directions `U` of the step
-    before. These are of another Jacobian: with `U` in place of `V`, late solves with a bfloat16
-    matrix take up to 37 iterations. The rows of a strip are kept, in the precision of their
-    products. Those before it are computed again for each strip, and nothing else is as large as a
-    Jacobian.
+    **Attributes:**
+
+    - `compute(block)`: computes the rows of a block, in float64 or, for a narrower Jacobian, in
+        float32.
+    - `blocks`: these, stacked along a leading axis.
+    - `strips`: the number of strips that the blocks make, of as many blocks each. It is odd.
+    - `precision`: that of products of rows.
     """
-    several, wide = before.y.shape[1], dtypes.canonicalize_dtype("float64")
-    count = len(jax.tree.leaves(blocks)[0])
-    inner = count // strips
-    block = lambda j: jax.tree.map(lambda x: x[j], blocks)
-    shape = jax.eval_shape(rows, block(0))
-    (each, columns), dtype = shape.shape, shape.dtype
-    spans = before.spans()
 
-    def powered(sums, jac):
-        squares, power = sums
-        with jax.default_matmul_precision("highest"):
-            power = power + jac.astype(wide).T @ (jac.astype(wide) @ spans)
-        return squares + jnp.sum(jac**2, axis=0), power
+    compute: Callable[[Any], Float[Array, "rows columns"]]
+    blocks: Any
+    strips: int
+    precision: str
 
-    begin = jnp.zeros(columns, dtype), jnp.zeros((columns, several), wide)
-    only = rows(block(0)) if count == 1 else None
-    if only is not None:
-        squares, power = powered(begin, only)
-    else:
-        add = lambda sums, block: (powered(sums, rows(block)), None)
-        squares, power = lax.scan(add, begin, blocks)[0]
-    leading = _spanned(power, before) if several else before
+    @property
+    def count(self) -> int:
+        """Returns the number of blocks."""
+        return len(jax.tree.leaves(self.blocks)[0])
 
-    def turned(jac):
-        out = leading(jac.astype(wide)) if several else jac
-        return out[:, :several], Rounded.of(out[:, several:], precision)
+    @property
+    def inner(self) -> int:
+        """Returns the number of blocks in a strip."""
+        return self.count // self.strips
 
-    if only is not None:
-        along, rest = turned(only)
-        return Kernel(rest.by_itself(precision), along, squares, leading)
+    @property
+    def shape(self) -> jax.ShapeDtypeStruct:
+        """Returns the shape and the dtype of the rows of a block."""
+        return jax.eval_shape(self.compute, self.block(0))
 
-    def strip(out, i):
-        mine = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * inner, inner), blocks)
-        along, rest = lax.map(lambda block: turned(rows(block)), mine)
-        rest = Rounded(rest.rows.reshape(inner * each, columns - several), rest.scale.ravel())
-        first = i * inner * each
-        out = lax.dynamic_update_slice(out, rest.by_itself(precision), (first, first))
+    def block(self, j: Any) -> Any:
+        return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, j, keepdims=False), self.blocks)
 
-        def before(j, out):
-            _, other = turned(rows(block(j)))
-            return lax.dynamic_update_slice(out, rest.by(other, precision), (first, j * each))
+    def kernel(self, before: Reflector) -> Kernel:
+        """Sums `J Jᵀ = J V Vᵀ Jᵀ + R Rᵀ`. So the rounding of `R Rᵀ` is relative to what the leading
+        directions leave.
 
-        return lax.fori_loop(0, i * inner, before, out), along
+        `V` spans `Jᵀ J U`, a step of the power method from the directions `U` of the step before.
+        These are of another Jacobian: with `U` in place of `V`, late solves with a bfloat16 matrix
+        take up to 37 iterations. Rows, `J V` and `R` are in float32. Their rounding is one of `J`:
+        `J Jᵀ` is that of a Jacobian off by a millionth at most, which it would not be if its own
+        entries were rounded.
+        """
+        if self.count == 1:
+            jac = self.compute(self.block(0))
+            leading = _spanned(lambda spans: _power(jac, spans.astype(jac.dtype)), before)
+            along, rest = _apart(jac, leading.spans().astype(jac.dtype), self.precision)
+            squares = jnp.sum(jac**2, axis=0)
+            return Kernel(rest.by_itself(self.precision), along, squares, leading)
+        leading = _spanned(self._power, before)
+        return self._by_strips(leading)
 
-    held = wide if several else dtype
-    start = jnp.zeros((count * each, count * each), held)
-    out, along = lax.scan(strip, start, jnp.arange(strips))
-    return Kernel(out, along.reshape(count * each, several), squares, leading)
+    def _power(self, spans: Float[Array, "columns leading"]) -> Float[Array, "columns leading"]:
+        narrow = spans.astype(self.shape.dtype)
+
+        def add(power, block):
+            return power + _power(self.compute(block), narrow).astype(power.dtype), None
+
+        return lax.scan(add, jnp.zeros_like(spans), self.blocks)[0]
+
+    def _by_strips(self, leading: Reflector) -> Kernel:
+        """Keeps the rows of a strip, in the precision of their products, and computes those of half
+        of the other strips again. Nothing else is as large as a Jacobian.
+
+        The strips lie on a circle, and each takes its products with the half that follows it. So
+        each pair is taken once, and all strips run loops of the same length.
+        """
+        (each, columns), dtype, inner = self.shape.shape, self.shape.dtype, self.inner
+        spans, most = leading.spans().astype(dtype), self.count * each
+
+        def kept(squares, j):
+            jac = self.compute(self.block(j))
+            return squares + jnp.sum(jac**2, axis=0), _apart(jac, spans, self.precision)
+
+        def strip(carry, i):
+            out, squares = carry
+            first = i * inner
+            squares, (along, rest) = lax.scan(kept, squares, first + jnp.arange(inner))
+            rest = Rounded(rest.rows.reshape(inner * each, -1), rest.scale.ravel())
+            own = jnp.tril(rest.by_itself(self.precision))
+            out = lax.dynamic_update_slice(out, own, (first * each,) * 2)
+
+            def beside(k, out):
+                j = (first + inner + k) % self.count
+                _, other = _apart(self.compute(self.block(j)), spans, self.precision)
+                products = rest.by(other, self.precision)
+                return lax.dynamic_update_slice(out, products, (first * each, j * each))
+
+            return (lax.fori_loop(0, self.strips // 2 * inner, beside, out), squares), along
+
+        start = jnp.zeros((most, most), dtype), jnp.zeros(columns, dtype)
+        (out, squares), along = lax.scan(strip, start, jnp.arange(self.strips))
+        if self.strips > 1:
+            out = jnp.tril(out) + jnp.triu(out, 1).T
+        return Kernel(out, along.reshape(most, spans.shape[1]), squares, leading)
 
 
-def _spanned(power: Float[Array, "columns leading"], before: Reflector) -> Reflector:
-    """Returns a reflector that spans `power`, or the one `before` if it is not finite."""
-    new = Reflector.spanning(power)
+def _power(
+    jac: Float[Array, "rows columns"], spans: Float[Array, "columns leading"]
+) -> Float[Array, "columns leading"]:
+    with jax.default_matmul_precision("highest"):
+        return jac.T @ (jac @ spans)
+
+
+def _apart(
+    jac: Float[Array, "rows columns"], spans: Float[Array, "columns leading"], precision: str
+) -> tuple[Float[Array, "rows leading"], Rounded]:
+    """Returns the parts of rows along the leading directions, and what these leave, rounded."""
+    with jax.default_matmul_precision("highest"):
+        along = jac @ spans
+        rest = jac - along @ spans.T if spans.size else jac
+    return along, Rounded.of(rest, precision)
+
+
+def _spanned(power: Callable[[Array], Array], before: Reflector) -> Reflector:
+    """Returns a reflector that spans the `power` of the directions `before`, or these if it is not
+    finite."""
+    if not before.y.size:
+        return before
+    new = Reflector.spanning(power(before.spans()).astype(before.y.dtype))
     return select_tree(jnp.all(jnp.isfinite(new.t)), new, before)
 
 
@@ -170,17 +232,18 @@ class Blocks(eqx.Module):
 
     @classmethod
     def of(cls, sums: Kernel) -> "Blocks":
-        rest, along = sums.rest, sums.along
+        rest, wide = sums.rest, dtypes.canonicalize_dtype("float64")
+        along = sums.along.astype(wide)
         several, leading = along.shape[1], Reflector.spanning(along)
         if not several:
             return cls(rest, along.T, jnp.zeros((0, 0), rest.dtype), leading)
+        rest = rest.astype(jnp.float32 if len(rest) >= WIDE else wide)
         turned = leading(leading(jnp.tril(rest) + jnp.tril(rest, -1).T).T)
         upper = leading(along.T)[:, :several]
         with jax.default_matmul_precision("highest"):
-            core = turned[:several, :several] + upper.T @ upper
-        others = turned[several:, several:]
-        others = others.astype(jnp.float32) if len(others) >= WIDE else others
-        return cls(others, turned[:several, several:], core, leading)
+            core = turned[:several, :several].astype(wide) + upper.T @ upper
+        coupling = turned[:several, several:].astype(wide)
+        return cls(turned[several:, several:], coupling, core, leading)
 
     def factored(
         self, damping: Float[Array, ""], solver: Any, precision: str
@@ -192,17 +255,18 @@ class Blocks(eqx.Module):
 
 def cut(rows: int, columns: int, examples: int, precision: str) -> tuple[int, int]:
     """Returns the number of blocks, and of the strips that they make."""
-    most = max(_BLOCK // columns, _ROWS)
-    blocks = min(examples, math.ceil(rows / most))
     size = {"float64": 8, "float16": 2, "bfloat16": 2}.get(precision, 4)
     room = max(_STRIP, _KERNELS * rows**2)
+    most = max(_BLOCK // columns, _ROWS, room // (_SHARE * columns * max(size, 4)))
+    blocks = min(examples, math.ceil(rows / most))
     strips = min(blocks, math.ceil(rows * columns * size / room))
+    strips += 1 - strips % 2 if strips < blocks else strips % 2 - 1
     return strips * math.ceil(blocks / strips), strips
 
 
 @dataclasses.dataclass(frozen=True)
 class Dual:
-    """Sums `J Jᵀ` over blocks of the columns, factorizes it, and solves by conjugate gradients if
+    """Sums `J Jᵀ` over blocks of the rows, factorizes it, and solves by conjugate gradients if
     it is narrower than float64."""
 
     at: Linearized
@@ -218,10 +282,10 @@ class Dual:
         (rows, columns), jacobian = at.shape, at.residuals.jacobian
         directions = leading.y.shape[1]
         wide = dtypes.canonicalize_dtype("float64")
-        first = leading.first(leading_in_dual(directions, rows), wide)
+        before = leading.first(leading_in_dual(directions, rows), wide)
         blocks, strips = cut(rows, columns, at.longest, jacobian)
-        compute, stacked = at.rows(blocks, at.residuals.forward)
-        sums = kernel(compute, stacked, strips, first, jacobian)
+        compute, stacked = at.rows(blocks, "float64" if jacobian == "float64" else "float32")
+        sums = Rows(compute, stacked, strips, jacobian).kernel(before)
         order = at.order(blocks)
         return cls(at, sums, Blocks.of(sums), directions, order, solver, refinements)
 
@@ -261,41 +325,41 @@ def dual_conjugate_gradients(
     """Solves `(Jᵀ J + damping) x = Jᵀ b` for `x = Jᵀ y`, preconditioned by `solve`, which solves
     with a rounded `J Jᵀ + damping` for `y`. Returns `x` and the number of iterations.
 
-    The quadratic model is that of the primal system, and so are the rules by which directions are
-    taken and the iterations end (see `conjugate_gradients`). With `t = J Jᵀ z` for a direction `z`
-    of the preconditioner, which takes the only products of an iteration, all else is sums:
-    the direction `u` in the space of parameters and `q = J u` follow `Jᵀ z` and `t`.
-    """
-    tiny, eps = jnp.finfo(b.dtype).tiny, jnp.finfo(b.dtype).eps
+    Runs conjugate gradients for `(J Jᵀ + damping) y = b`. So it is enough that the rounded matrix
+    is that of a Jacobian near `J`, in which case the ratios of the two quadratic forms are near
+    one. Rounded directions are not conjugate for long. So each is followed to its lowest point,
+    with the factor of Polak and Ribière on the one before.
 
-    def going(carry):
-        more, i, _, b, *_, t, total = carry
-        gamma, lost = t @ b, eps * jnp.linalg.norm(t) * jnp.linalg.norm(b)
-        return more & ((i == 0) | (gamma > _SURE * close * total) & (gamma > lost))
+    The iterations end after `most` of them, or once the quadratic model of `x` is within `close` of
+    its fall so far from its minimum. What is left to it is `rᵀ J Jᵀ (J Jᵀ + damping)⁻¹ r`, at most
+    `rᵀ r`, for `r = b - (J Jᵀ + damping) y`.
+    """
+    tiny = jnp.finfo(b.dtype).tiny
+
+    def left(x, r, w):
+        """Returns whether the model may fall by more than the share `close` of its fall so far."""
+        fell = b @ b - (b - w) @ (b - w) - damping * (x @ x)
+        return r @ r > close * jnp.maximum(fell, 0)
 
     def again(carry):
-        _, i, x, b, u, y, q, t, total = carry
+        _, i, x, r, w, z, p = carry
         i += 1
-        along = (q @ b) / jnp.maximum(q @ q + damping * (u @ u), tiny)
-        fell = along * (q @ b)
-        gamma = t @ b
-        x, new, total = x + along * u, b - along * (q + damping * y), total + fell
+        u = pull(p)
+        q = push(u)
+        along = (r @ p) / jnp.maximum(u @ u + damping * (p @ p), tiny)
+        x, new, w = x + along * u, r - along * (q + damping * p), w + along * q
 
         def turned():
-            z = solve(new)
-            back = pull(z)
-            t = push(back)
-            kept = jnp.maximum(t @ (new - b), 0) / jnp.maximum(gamma, tiny)
-            return back + kept * u, z + kept * y, t + kept * q, t
+            better = solve(new)
+            kept = jnp.maximum(better @ (new - r), 0) / jnp.maximum(r @ z, tiny)
+            return better, better + kept * p
 
-        more = (i < most) & (i.astype(total.dtype) * fell > close * total)
-        u, y, q, t = lax.cond(more, turned, lambda: (u, y, q, t))
-        return more, i, x, new, u, y, q, t, total
+        more = (i < most) & left(x, new, w)
+        z, p = lax.cond(more, turned, lambda: (z, p))
+        return more, i, x, new, w, z, p
 
     z = solve(b)
-    u = pull(z)
-    t = push(u)
-    zero, count = jnp.zeros((), b.dtype), jnp.array(0, jnp.int32)
-    start = jnp.array(True), count, jnp.zeros_like(u), b, u, z, t, t, zero
-    _, i, x, *_ = lax.while_loop(going, again, start)
+    x, w, count = jnp.zeros_like(pull(b)), jnp.zeros_like(b), jnp.array(0, jnp.int32)
+    start = jnp.array(True), count, x, b, w, z, z
+    _, i, x, *_ = lax.while_loop(lambda carry: carry[0], again, start)
     return x, i

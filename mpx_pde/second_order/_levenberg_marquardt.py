@@ -54,6 +54,7 @@ class LevenbergMarquardtState(eqx.Module):
         needs none, as in float64.
     - `system`: the place of the last step's method in `("primal", "dual", "low_rank")`, the number
         of residuals and that of parameters, int32. The first is -1 before the first step.
+    - `asked`: the `method`, `jacobian` and `memory` of the optimizer of the last step.
     """
 
     loss: Float[Array, ""]
@@ -66,16 +67,13 @@ class LevenbergMarquardtState(eqx.Module):
     iterations: Int32[Array, ""]
     leading: Reflector | None
     system: Int32[Array, "3"]
+    asked: tuple[str, str, float] = eqx.field(static=True)
 
     @property
     def choice(self) -> Choice | None:
         """Returns the method of the last step and why it was taken; `None` before the first."""
         index, rows, parameters = (int(x) for x in self.system)
-        if index < 0:
-            return None
-        auto = chosen("auto", rows, parameters)
-        same = auto.method == METHODS[index]
-        return auto if same else chosen(METHODS[index], rows, parameters)
+        return None if index < 0 else chosen(*self.asked, rows, parameters)
 
     def __repr__(self) -> str:
         names = ("loss", "damping", "steps", "rejected", "iterations")
@@ -102,10 +100,11 @@ class LevenbergMarquardt(eqx.Module):
     first, and the rest has a Gram matrix of its own. The state updates the directions at each step.
 
     The *dual* method, for more parameters than residuals, factorizes `J Jᵀ + damping` instead,
-    because `v = -Jᵀ (J Jᵀ + damping)⁻¹ r`. The rows of `J` are computed in the precision of the
-    residual, their parts along up to 128 tracked directions are kept in it, and what these leave is
-    rounded to the precision of the Jacobian for its products. So a half precision matrix needs
-    hardly more conjugate gradients than a float32 one. `J` is held a block of rows at a time.
+    because `v = -Jᵀ (J Jᵀ + damping)⁻¹ r`. With a float64 Jacobian its rows are in float64. With a
+    narrower one they are in float32, their parts along up to 128 tracked directions stay in it, and
+    what these leave is rounded to the precision of the Jacobian for its products. So a half
+    precision matrix needs hardly more conjugate gradients than a float32 one. `J` is held a block
+    of rows at a time.
 
     The *low-rank* method holds no matrix of parameters² or residuals² entries. It runs conjugate
     gradients with a Nyström approximation of `Jᵀ J` from 64 tracked directions as preconditioner.
@@ -268,6 +267,7 @@ class LevenbergMarquardt(eqx.Module):
             iterations=jnp.array(0, jnp.int32),
             leading=leading if leading.y.size else None,  # Orbax cannot save an empty array
             system=jnp.full(3, -1, jnp.int32),
+            asked=self._asked,
         )
 
     def update(
@@ -302,6 +302,7 @@ class LevenbergMarquardt(eqx.Module):
                 "all members. Map this call over the state too, or take that of a member."
             )
         batches = self._each(batches)
+        state = dataclasses.replace(state, asked=self._asked)
         choice = self.choice(model, batches)
         most = examples_at_a_time(choice.parameters) if choice.method == "low_rank" else None
         at = Linearized(self._residuals, model, batches, state.scaling, most=most)
@@ -325,11 +326,11 @@ class LevenbergMarquardt(eqx.Module):
         params, static = eqx.partition(model, eqx.is_inexact_array)
         values = lambda params: self._residuals.values(params, static, self._each(batches))
         rows = jax.eval_shape(values, params).size
-        return self._chosen(rows, sum(x.size for x in jtu.tree_leaves(params)))
+        return chosen(*self._asked, rows, sum(x.size for x in jtu.tree_leaves(params)))
 
-    def _chosen(self, rows: int, parameters: int) -> Choice:
-        options = {"jacobian": self.jacobian, "memory": self.memory}
-        return chosen(self.method, rows, parameters, **options)
+    @property
+    def _asked(self) -> tuple[str, str, float]:
+        return self.method, self.jacobian, self.memory
 
     @property
     def _residuals(self) -> Residuals:
