@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -31,7 +31,10 @@ def with_deviations_once(flat: Flat) -> Flat:
             same[x] = first.setdefault((found, aval_of(step.eqn.outvars[0])), x)
     if all(x == y for x, y in same.items()):
         return flat
-    current = lambda atoms: tuple(x if isinstance(x, Constant) else same.get(x, x) for x in atoms)
+
+    def current(atoms: Sequence[int | Constant]) -> tuple[int | Constant, ...]:
+        return tuple(x if isinstance(x, Constant) else same.get(x, x) for x in atoms)
+
     steps = [dataclasses.replace(step, inputs=current(step.inputs)) for step in flat.steps]
     outputs = current(flat.outputs)
     return flat._replace(steps=needed(steps, outputs), outputs=outputs)
@@ -74,8 +77,8 @@ def _mean_of(
         name, where = step.name, summed(step)
         if name == "broadcast_in_dim" and len(step.inputs) == 1:
             moves.append(step.eqn.params)
-        elif name in tables.DIVISIONS and number is None and _is_number(step.inputs[1]):
-            number = step.inputs[1].value
+        elif name in tables.DIVISIONS and number is None:
+            number = _number(step.inputs[1])
         elif where is not None and where[0] == of:
             count = math.prod(shape[i] for i in where[1])
             if number != count or count == 1:
@@ -91,5 +94,6 @@ def _mean_of(
     return None
 
 
-def _is_number(x: Any) -> bool:
-    return isinstance(x, Constant) and np.ndim(x.value) == 0
+def _number(x: int | Constant) -> Any:
+    """Returns the value of a number that a program holds, and NaN for any other operand."""
+    return x.value if isinstance(x, Constant) and np.ndim(x.value) == 0 else math.nan

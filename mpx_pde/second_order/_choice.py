@@ -6,7 +6,7 @@ from ._gram import WIDE
 
 
 METHODS = ("primal", "dual", "low_rank")
-MEMORY = 2**34
+MEMORY = 2.0**34
 """The memory in bytes that matrices of a step may take by default."""
 
 _COPIES = 3

@@ -42,7 +42,7 @@ def with_moments(flat: Flat, moving: Collection[int]) -> Flat:
     for step in flat.steps:
         found = _squared_deviations(step, made)
         if found is not None and found[0] in depends:
-            squares[found] = step, made[made[step.inputs[0]].variables[0]]
+            squares[found] = step, made[made[step.variables[0]].variables[0]]
     if not squares:
         return flat
 
