@@ -133,7 +133,7 @@ class Derivatives(AbstractEvaluator[StreamRole]):
         """
         flat = with_references_inside(flatten(closed, forward_mode=True))
         env, stages = entering(flat, operands)
-        flat = with_moments(flat, stages)
+        flat = with_moments(flat, stages, by_deviations=self.product.open)
         plan, given = self.rules.plan, {flat.inputs[i] for i in halves}
         roles = roles_of(
             flat,

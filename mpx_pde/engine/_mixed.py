@@ -34,9 +34,9 @@ from ._roles import AbstractRole, as_key, is_wild
 from ._segments import Part, is_light, multiplied_only
 from ._storage import DEEP, WILD, Staged, Storage, array_of, typed
 from .taylor._jets import Jet, cast, is_inexact, primal_of
-from .taylor._moments import moments_p, squares_p, with_moments
+from .taylor._moments import moments_p, with_moments
 from .taylor._plan import Plan
-from .taylor._rules import JET_RULES, Rules
+from .taylor._rules import Rules
 
 
 _RULES_OF_VALUES = Rules(Plan(()))
@@ -348,9 +348,9 @@ class Mixed(AbstractEvaluator[MixedRole]):
         loaded = list(map(primal_of, map(self.storage.loaded, operands)))
         if rule.name == "convert":
             return loaded
-        if eqn.primitive in (moments_p, squares_p):
-            rule = JET_RULES[eqn.primitive.name]
-            return rule.apply(_RULES_OF_VALUES, eqn, list(map(Jet, loaded)))
+        if eqn.primitive is moments_p:
+            (x,) = loaded
+            return _RULES_OF_VALUES.moments(eqn, [Jet(x)])
         return own_in_registers(eqn, loaded, self.storage)
 
     def _concerns(self, eqn: JaxprEqn, operands: Sequence[Any]) -> bool:

@@ -43,11 +43,11 @@ def test_taylor_arithmetic_imports_no_precision():
                 assert node.module.split(".")[0] in ("_util", "program"), (file.name, node.module)
 
 
-def evaluated(fun, x, rules, streams):
+def evaluated(fun, x, rules, streams, by_deviations=False):
     """Returns the value of a function at `x` with its streams."""
     closed = jax.make_jaxpr(fun)(x)
     flat = flatten(closed, forward_mode=True)
-    flat = with_moments(flat, flat.inputs)
+    flat = with_moments(flat, flat.inputs, by_deviations=by_deviations)
     env = {k: c.value for k, c in flat.constants.items()} | {flat.inputs[0]: Jet(x, streams)}
     for step in flat.steps:
         operands = aligned(step.eqn, [read(x, env) for x in step.inputs])
@@ -123,6 +123,28 @@ def test_stacked_directions_are_those_one_by_one():
     out, second, third = jax.jit(run)(x)
     assert relative(out.streams[0, 0], second) <= TOLERANCE
     assert relative(out.streams[sum_key(0)], third) <= TOLERANCE
+
+
+@pytest.mark.parametrize("by_deviations", [False, True])
+def test_streams_of_a_norm_have_derivatives(by_deviations):
+    """Also derivatives of derivatives, for a Hessian of a loss."""
+    rules = Rules(make_plan([(0, 0), (0, 1)], [], (None, None)), [])
+    seeds = {(i,): jnp.asarray(d) for i, d in enumerate(DIRECTIONS)}
+
+    def streams(x):
+        out = evaluated(layer_norm, x, rules, seeds, by_deviations)
+        return sum(jnp.sum(jnp.sin(s)) for s in (out.primal, *out.streams.values()))
+
+    def want(x):
+        keys = [[], [0], [1], [0, 0], [0, 1]]
+        terms = (nested(layer_norm, DIRECTIONS[key])(x) for key in keys)
+        return sum(jnp.sum(jnp.sin(s)) for s in terms)
+
+    def derivatives(loss, x):
+        return jax.jit(lambda x: jax.jvp(jax.grad(loss), (x,), (jnp.cos(x),)))(x)
+
+    for got, exact in zip(derivatives(streams, X), derivatives(want, X), strict=True):
+        assert relative(got, exact) <= 10 * TOLERANCE  # of one and two orders more
 
 
 PARAMETERS = {"logaddexp": 0.4, "pow": 1.7, "integer_pow": -3}

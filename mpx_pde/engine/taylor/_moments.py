@@ -19,7 +19,7 @@ few is subtracted. These deviate from the mean too, so rounding loses no more th
 
 moments_p = Primitive("moments")
 """The sum of an array over axes, and the sum of the squares of its deviations from the mean. The
-latter has no derivative."""
+latter has no derivative if it is `still`."""
 moments_p.multiple_results = True
 
 squares_p = Primitive("squares_about_mean")
@@ -27,13 +27,15 @@ squares_p = Primitive("squares_about_mean")
 deviations."""
 
 
-def with_moments(flat: Flat, moving: Collection[int]) -> Flat:
+def with_moments(flat: Flat, moving: Collection[int], *, by_deviations: bool = False) -> Flat:
     """Returns a program that takes variances of values that depend on `moving` ones in one pass.
 
     By definition a variance is the mean of the squared deviations from the mean. This takes two
-    passes over all streams. The sums of an array and of its squares take one pass, and determine
-    the variance. Its derivative is that by definition, which reads the deviations: a norm has them
-    for its result too.
+    passes over all streams, and two more in a backward pass. The sums of an array and of its
+    squares take one pass, and determine the variance. Its derivative reads the array again.
+
+    `by_deviations`, the derivative is that by definition, which reads the deviations. If they are
+    kept for a backward pass anyway, as a norm does for its own, nothing else has to be.
     """
     flat = with_deviations_once(flat)
     made = {x: step for step in flat.steps for x in step.outputs}
@@ -47,26 +49,31 @@ def with_moments(flat: Flat, moving: Collection[int]) -> Flat:
         return flat
 
     numbers = itertools.count(1 + max(x for step in flat.steps for x in step.outputs))
-    values = {where: next(numbers) for where in squares}
     ends = {id(end): where for where, (end, _) in squares.items()}
+    results = {where: end.outputs[0] for where, (end, _) in squares.items()}
+    if by_deviations:
+        results = {where: next(numbers) for where in squares}
     steps: list[Step] = []
     for step in flat.steps:
         if id(step) in ends:
             where = ends[id(step)]
-            _, centered = squares[where]
-            inputs = (values[where], where[0], *centered.outputs)
-            atoms = [*step.eqn.outvars, centered.eqn.invars[0], *centered.eqn.outvars]
-            params = {"axes": where[1]}
-            eqn = step.eqn.replace(primitive=squares_p, params=params, invars=atoms)
-            steps.append(dataclasses.replace(step, eqn=eqn, inputs=inputs))
+            if by_deviations:
+                steps.append(_with_derivative(step, results[where], where, squares[where][1]))
         elif (where := summed(step)) in squares:
             both = [*step.eqn.outvars, *squares[where][0].eqn.outvars]
-            params = {"axes": where[1]}
+            params = {"axes": where[1], "still": by_deviations}
             eqn = step.eqn.replace(primitive=moments_p, params=params, outvars=both)
-            steps.append(Step(eqn, step.inputs, (*step.outputs, values[where])))
+            steps.append(Step(eqn, step.inputs, (*step.outputs, results[where])))
         else:
             steps.append(step)
     return flat._replace(steps=needed(steps, flat.outputs))
+
+
+def _with_derivative(end: Step, result: int, where: Sum, centered: Step) -> Step:
+    """Returns the equation that gives a sum of squared deviations its derivative."""
+    atoms = [*end.eqn.outvars, centered.eqn.invars[0], *centered.eqn.outvars]
+    eqn = end.eqn.replace(primitive=squares_p, params={"axes": where[1]}, invars=atoms)
+    return dataclasses.replace(end, eqn=eqn, inputs=(result, where[0], *centered.outputs))
 
 
 def _squared_deviations(step: Step, made: Mapping[int, Step]) -> Sum | None:

@@ -209,8 +209,8 @@ class Rules:
     def moments(self, eqn, operands):
         """Returns the sum of an array and the sum of its squared deviations from the mean, in one
         pass. The mean of the first few entries is subtracted before both sums. The results do not
-        depend on it, so it has no derivative. The squares have none either (see
-        `squares_about_mean`)."""
+        depend on it, so it has no derivative. If they are to stay `still`, the squares have none
+        either (see `squares_about_mean`)."""
         (x,), axes = operands, eqn.params["axes"]
         shape = np.shape(x.primal)
         count, few = math.prod(shape[i] for i in axes), min(shape[axes[-1]], 8)
@@ -221,10 +221,9 @@ class Rules:
         (start,) = summed(each([x], first), axes)
         kept = [i for i in range(len(shape)) if i not in axes]
         y = added(x, start.spread(shape, kept), -1)
-        still = jax.tree.map(lax.stop_gradient, y)
-        sums, squares = summed([y, self._square(still)], axes)
-        less = self._square(jax.tree.map(lax.stop_gradient, sums))
-        squares = added(squares, less, -1 / count)
+        held = lambda jet: jax.tree.map(lax.stop_gradient, jet) if eqn.params["still"] else jet
+        sums, squares = summed([y, self._square(held(y))], axes)
+        squares = added(squares, self._square(held(sums)), -1 / count)
         # For equal entries, rounding may give a negative result, which has no square root.
         least = jnp.where(squares.primal < 0, 0, squares.primal)
         return [added(sums, start, count), dataclasses.replace(squares, primal=least)]
@@ -241,10 +240,11 @@ class Rules:
 
         @about_mean.defjvp
         def _(primals, tangents):
-            squares, _, deviations = primals
-            summed_squares = lambda y: summed([self._square(y)], axes)[0]
-            _, slope = jax.jvp(summed_squares, (deviations,), (tangents[1],))
-            return squares, slope
+            _, slope = jax.jvp(
+                lambda y: summed([self._square(y)], axes)[0], (primals[2],), (tangents[1],)
+            )
+            # The derivative of this rule takes the value by the rule again.
+            return about_mean(*primals), slope
 
         return [about_mean(squares, x, deviations)]
 
