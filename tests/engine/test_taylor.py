@@ -125,7 +125,7 @@ def test_stacked_directions_are_those_one_by_one():
     assert relative(out.streams[sum_key(0)], third) <= TOLERANCE
 
 
-@pytest.mark.parametrize("by_deviations", [False, True])
+@pytest.mark.parametrize("by_deviations", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_streams_of_a_norm_have_derivatives(by_deviations):
     """Also derivatives of derivatives, for a Hessian of a loss."""
     rules = Rules(make_plan([(0, 0), (0, 1)], [], (None, None)), [])
