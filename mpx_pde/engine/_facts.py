@@ -119,6 +119,9 @@ class Facts:
             return values
         if name in tables.ADDITIONS:
             return self._operands_of_sum(step, values)
+        if name in tables.COMPLEMENTS:
+            root = self.of[values[0]].root
+            return None if root is None else (root,)
         if self._decays(step):
             return values
         if name in tables.PUSHES and self._inside(step):

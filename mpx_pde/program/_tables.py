@@ -139,7 +139,7 @@ _ROWS = (
     _row("tanh erf atan", "elementwise", "operands", _CHEAP, "bounded pointwise accurate odd"),
     _row("logistic", "elementwise", "operands", _CHEAP, "bounded pointwise accurate positive"),
     _row("sin cos", "elementwise", "operands", _CHEAP, "bounded pointwise"),
-    _row("one_minus_square", "elementwise", "operands", _CHEAP, "pointwise"),
+    _row("one_minus_square", "elementwise", "operands", _CHEAP, "pointwise complement"),
     _row("abs", "elementwise", "operands", _CHEAP, "choice pointwise accurate positive"),
     # Functions whose arguments or results leave the range of float16. Some magnify earlier rounding
     # errors.
@@ -412,6 +412,10 @@ BOUNDED = _with("bounded")
 SATURATING = BOUNDED & ACCURATE
 """Functions that are bounded and accurate: a number may be added to their result without loss if
 they are evaluated again from the same operand."""
+
+COMPLEMENTS = _with("complement")
+"""Functions that take the distance of a bounded value to 1. They lose nothing if both are evaluated
+again from what the value is a function of."""
 
 NEAR = _with("near")
 """Functions that take the distance of their operand to a nonzero number."""

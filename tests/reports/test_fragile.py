@@ -9,7 +9,7 @@ from helpers import assert_tells, line_here, relative
 from jax import lax
 
 import mpx_pde as mpx
-from mpx_pde.reports._fragile import fragile_calls
+from mpx_pde.reports._fragile import _FUNCTIONS, fragile_calls
 
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -46,13 +46,14 @@ def test_functions_that_fail_in_half_are_told_and_do_fail(name):
     half = "bfloat16" if name == "geomspace" else "float16"
     run = jax.value_and_grad(loss_of(f))
     closed = jax.make_jaxpr(run)(x.astype(half))
-    assert [call.name for call in fragile_calls(closed)] == [name]
-    assert "test_fragile.py:" in fragile_calls(closed)[0].line
+    fails = name in _FUNCTIONS  # in this version of JAX
+    assert [call.name for call in fragile_calls(closed)] == [name] * fails
+    assert all("test_fragile.py:" in call.line for call in fragile_calls(closed))
     with jax.enable_x64(True):
         want = run(np.asarray(x, np.float64))
     errors = map(relative, run(jnp.asarray(x, half)), want)
     # 16 roundings are the tolerance of the sweep over JAX's functions.
-    assert max(errors) > 16 * float(jnp.finfo(half).eps) / 2
+    assert (max(errors) > 16 * float(jnp.finfo(half).eps) / 2) == fails
     assert fragile_calls(jax.make_jaxpr(run)(x)) == []
 
 
