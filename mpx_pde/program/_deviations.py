@@ -2,14 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from . import _tables as tables
-from ._flat import Constant, Flat, Step, merged, needed
+from ._flat import Constant, Flat, Step, merged, needed, renamed
 from ._jaxpr import aval_of
 
 
@@ -31,12 +31,8 @@ def with_deviations_once(flat: Flat) -> Flat:
             same[x] = first.setdefault((found, aval_of(step.eqn.outvars[0])), x)
     if all(x == y for x, y in same.items()):
         return flat
-
-    def current(atoms: Sequence[int | Constant]) -> tuple[int | Constant, ...]:
-        return tuple(x if isinstance(x, Constant) else same.get(x, x) for x in atoms)
-
-    steps = [dataclasses.replace(step, inputs=current(step.inputs)) for step in flat.steps]
-    outputs = current(flat.outputs)
+    steps = [dataclasses.replace(step, inputs=renamed(step.inputs, same)) for step in flat.steps]
+    outputs = renamed(flat.outputs, same)
     return flat._replace(steps=needed(steps, outputs), outputs=outputs)
 
 

@@ -177,6 +177,11 @@ def variables(atoms: Sequence[int | Constant]) -> list[int]:
     return [x for x in atoms if not isinstance(x, Constant)]
 
 
+def renamed(atoms: Sequence[int | Constant], same: Mapping[int, int]) -> tuple[int | Constant, ...]:
+    """Returns operands with variables replaced by those that have the same value."""
+    return tuple(x if isinstance(x, Constant) else same.get(x, x) for x in atoms)
+
+
 def needed(steps: Sequence[Step], outputs: Sequence[int | Constant]) -> tuple[Step, ...]:
     """Returns the equations that the `outputs` depend on, and those that have effects."""
     wanted = set(variables(outputs))
@@ -195,10 +200,9 @@ def merged(flat: Flat) -> Flat:
     name = lambda x: _name_of(x) if isinstance(x, Constant) else names.get(x, x)
     first: dict[Hashable, tuple[int, ...]] = {}
     same: dict[int, int] = {}
-    current = lambda atoms: tuple(x if isinstance(x, Constant) else same.get(x, x) for x in atoms)
     steps = []
     for step in flat.steps:
-        step = dataclasses.replace(step, inputs=current(step.inputs))
+        step = dataclasses.replace(step, inputs=renamed(step.inputs, same))
         key = _key_of(step, tuple(map(name, step.inputs)))
         if key is not None and key in first:
             same.update(zip(step.outputs, first[key], strict=True))
@@ -206,7 +210,7 @@ def merged(flat: Flat) -> Flat:
         if key is not None:
             first[key] = step.outputs
         steps.append(step)
-    return flat._replace(steps=tuple(steps), outputs=current(flat.outputs))
+    return flat._replace(steps=tuple(steps), outputs=renamed(flat.outputs, same))
 
 
 def _key_of(step: Step, inputs: tuple[Hashable, ...]) -> Hashable | None:

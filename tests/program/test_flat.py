@@ -28,7 +28,7 @@ def test_what_is_computed_twice_is_computed_once():
 
 @pytest.mark.parametrize("keepdims", [False, True])
 def test_deviations_from_a_mean_are_computed_once(keepdims):
-    """Those of a norm, and those in its variance."""
+    """A norm has some, and so has the variance in it."""
 
     def norm(x):
         return (x - jnp.mean(x, keepdims=keepdims)) * jax.lax.rsqrt(jnp.var(x) + 1e-5)
