@@ -38,9 +38,12 @@ _FUNCTIONS = {
 }
 """The half types in which a function fails, and why, by the name of its primitive or of JAX's
 function."""
-if jax.__version_info__ >= (0, 12):  # whose results are right
-    for _name_of_mended in ("acosh", "asinh", "hypot", "sinc"):
-        del _FUNCTIONS[_name_of_mended]
+
+_RIGHT = {"acosh", "asinh", "hypot", "sinc"} if jax.__version_info__ >= (0, 12) else set[str]()
+"""Those that the installed version of JAX has mended."""
+
+FRAGILE = {name: row for name, row in _FUNCTIONS.items() if name not in _RIGHT}
+"""The functions that fail in the installed version of JAX."""
 
 
 def fragile_calls(closed: ClosedJaxpr) -> list[Fragile]:
@@ -56,7 +59,7 @@ def _calls(closed: ClosedJaxpr, outer: Site) -> Iterator[Fragile]:
     for eqn in closed.jaxpr.eqns:
         site = site_of(eqn, outer)
         name = _name(eqn)
-        dtypes, reason = _FUNCTIONS.get(name, ((), ""))
+        dtypes, reason = FRAGILE.get(name, ((), ""))
         if (dtype := _dtype(eqn)) in dtypes:
             yield Fragile(site.line or "unknown", name, dtype, reason)
             continue

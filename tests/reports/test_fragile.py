@@ -9,7 +9,7 @@ from helpers import assert_tells, line_here, relative
 from jax import lax
 
 import mpx_pde as mpx
-from mpx_pde.reports._fragile import _FUNCTIONS, fragile_calls
+from mpx_pde.reports._fragile import FRAGILE, fragile_calls
 
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -46,7 +46,7 @@ def test_functions_that_fail_in_half_are_told_and_do_fail(name):
     half = "bfloat16" if name == "geomspace" else "float16"
     run = jax.value_and_grad(loss_of(f))
     closed = jax.make_jaxpr(run)(x.astype(half))
-    fails = name in _FUNCTIONS  # in this version of JAX
+    fails = name in FRAGILE  # in this version of JAX
     assert [call.name for call in fragile_calls(closed)] == [name] * fails
     assert all("test_fragile.py:" in call.line for call in fragile_calls(closed))
     with jax.enable_x64(True):
