@@ -6,8 +6,8 @@ nodes, and these errors are not.
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, SupportsInt
 
 import jax.numpy as jnp
 import numpy as np
@@ -146,17 +146,20 @@ def _of(x: Any, atom: Any, known: Mapping[int, _Stencil]) -> _Stencil | None:
     return known.get(x) or _Stencil(x, nodes, {(0,) * len(shape): 1.0})
 
 
-def _moved(stencil: _Stencil | None, by: tuple[int, ...]) -> _Stencil | None:
+def _moved(stencil: _Stencil | None, by: Sequence[SupportsInt]) -> _Stencil | None:
+    """Returns a stencil moved along each axis. Parameters of equations may be NumPy's integers."""
     if stencil is None:
         return None
-    moved = {tuple(map(int.__add__, k, by)): w for k, w in stencil.terms.items()}
+    moved = {
+        tuple(i + int(n) for i, n in zip(k, by, strict=True)): w for k, w in stencil.terms.items()
+    }
     return stencil._replace(terms=moved)
 
 
 def _sliced(step: Step, operands: list) -> _Stencil | None:
     strides = step.eqn.params["strides"]
     plain = strides is None or all(n == 1 for n in strides)
-    return _moved(operands[0], tuple(step.eqn.params["start_indices"])) if plain else None
+    return _moved(operands[0], step.eqn.params["start_indices"]) if plain else None
 
 
 def _padded(step: Step, operands: list) -> _Stencil | None:
@@ -172,7 +175,7 @@ def _joined(step: Step, operands: list) -> _Stencil | None:
     i = int(np.argmax(sizes))
     by = [0] * len(aval_of(step.eqn.outvars[0]).shape)
     by[axis] = -sum(sizes[:i])
-    return _moved(operands[i], tuple(by))
+    return _moved(operands[i], by)
 
 
 def _scaled(step: Step, operands: list) -> _Stencil | None:
