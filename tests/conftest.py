@@ -9,14 +9,15 @@ import pkgutil
 import sys
 from pathlib import Path
 
+from compilation import quick_flags
 
-# JAX reads this when it starts its backend, so it is set before the import. Nearly all of the
-# suite's time is compilation of small programs, mostly LLVM's optimization. It changes no result
-# that the tests look at. For a GPU it stays on.
+
+# JAX reads this when it starts its backend, so it is set before the import. The flags change no
+# result that the tests look at. For a GPU they stay away.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "")
 os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
 if not Path("/dev/nvidiactl").exists():
-    os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+    os.environ["XLA_FLAGS"] += f" {quick_flags()}"
 
 import equinox as eqx
 import hypothesis

@@ -23,11 +23,14 @@ from collections import Counter
 from pathlib import Path
 
 
-if "jax" not in sys.modules:
-    # Programs are small and run once, so their compilation takes most of the time.
-    flags = "--xla_backend_optimization_level=0 --xla_cpu_multi_thread_eigen=false"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
 sys.path.insert(0, str(Path(__file__).parent))
+
+from compilation import quick_flags
+
+
+if "jax" not in sys.modules:
+    flags = f"{quick_flags()} --xla_cpu_multi_thread_eigen=false"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
 
 import by_numpy
 import jax

@@ -191,7 +191,8 @@ def test_what_a_rule_of_the_users_keeps_is_an_array_of_jax():
     step = mpx.filter_value_and_grad(loss, mpx.NoOpLossScaling(), forward="float32")
     with pytest.warns(mpx.PrecisionWarning):  # hardly any product is the network's
         value, *_ = eqx.filter_jit(step)(model, x)
-    np.testing.assert_allclose(value, 0.8**2, rtol=1e-6)
+    # Steps in float32 add up their roundings.
+    np.testing.assert_allclose(value, 0.8**2, rtol=1e-5)
 
 
 @pytest.mark.slow
