@@ -195,10 +195,11 @@ def test_odeint_of_jax():
 
     fun = lambda p: odeint(lambda y, t: -(y**2), 1 + p[0], jnp.array([0.0, 1.0]))[-1]
     got = partials(fun, ["u", "u_x", "u_xx", "u_xxx"])(POINT)
-    # The solution is 1 - 1 / (2 + x). Its tolerance of 1e-8 is below float32's rounding.
+    # The solution is 1 - 1 / (2 + x). Its tolerance of 1e-8 is below float32's rounding, which each
+    # derivative magnifies.
     x = 2.7
     want = [1 - 1 / x, 1 / x**2, -2 / x**3, 6 / x**4]
-    np.testing.assert_allclose([*got.values()], want, rtol=1e-2)
+    np.testing.assert_allclose([*got.values()], want, rtol=3e-2)
 
 
 @pytest.mark.parametrize("size", [1e-14, 1e14])

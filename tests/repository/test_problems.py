@@ -279,7 +279,12 @@ def _press(when):
 
     def follow(*_):
         if next(calls) == when:
-            signal.raise_signal(signal.SIGINT)
+            # A process that a shell started in the background ignores it otherwise.
+            before = signal.signal(signal.SIGINT, signal.default_int_handler)
+            try:
+                signal.raise_signal(signal.SIGINT)
+            finally:
+                signal.signal(signal.SIGINT, before)
         return False
 
     return follow
