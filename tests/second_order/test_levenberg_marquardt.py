@@ -324,10 +324,10 @@ def test_a_residual_of_all_examples():
 
 @pytest.mark.slow
 def test_the_example_converges_and_draws_its_error(tmp_path):
-    """Trains on reaction with a sixth of the steps, to twice the measured error of 4.4e-4."""
+    """Trains on reaction with a twelfth of the steps, to twice the measured error of 3.2e-2."""
     out = tmp_path / "error.png"
-    result = importlib.import_module("second_order").main("reaction", steps=48, plot=out)
-    assert result.error < 1e-3
+    result = importlib.import_module("second_order").main("reaction", steps=24, plot=out)
+    assert result.error < 0.07
     assert out.stat().st_size > 10_000
 
 
