@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 
 import equinox as eqx
 
+from ._calls import called
 from ._repr import in_a_line
 
 
@@ -31,12 +32,12 @@ class AbstractWrapper(eqx.Module):
         return self if instance is None else eqx.Partial(self, instance)
 
 
-def check_callable(fun: Any, call: str) -> None:
-    """Raises a `TypeError` in the name of `call` unless `fun` can be called."""
+def check_callable(fun: Any) -> None:
+    """Raises a `TypeError` in the name of the called function unless `fun` can be called."""
     if not callable(fun):
         raise TypeError(
-            f"`{call}` takes a function or a callable module, but got {in_a_line(fun)}. Pass the "
-            f"arguments to what it returns, as in `{call}(fun)(*args)`."
+            f"`{called()}` takes a function or a callable module, but got {in_a_line(fun)}. Pass "
+            f"the arguments to what it returns, as in `{called()}(fun)(*args)`."
         )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Inexact
 
+from .._util._calls import called, named
 from ..engine import Equation, Index, make_plan, propagate, sum_key
 from ..precision._cast import widen
 from ..precision._dtypes import FLOAT16_MAX, matmul_precision
@@ -126,7 +127,6 @@ class Evaluation:
 
     def __init__(
         self,
-        call: str,
         fun: Callable,
         coords: tuple[str, ...],
         outputs: tuple[str, ...],
@@ -135,7 +135,7 @@ class Evaluation:
         scaling: DerivativeScaling | None,
         dtype: Any,
     ):
-        self._call, self._fun, self._coords, self._outputs = call, fun, coords, outputs
+        self._call, self._fun, self._coords, self._outputs = called(), fun, coords, outputs
         self._sums = tuple(sums)
         self._scaling, self._dtype = scaling, dtype
         self._directions: list[Direction] = []
@@ -146,10 +146,10 @@ class Evaluation:
         ]
         of_terms = [
             _Asked(t.name, self._index(t.dirs, rows), t.output, rows)
-            for t, rows in zip(terms, _rows_of(scaling, terms, coords, call), strict=True)
+            for t, rows in zip(terms, _rows_of(scaling, terms, coords), strict=True)
         ]
         self._asked = [*of_sums, *of_terms]
-        check_distinct([asked.name for asked in self._asked], call)
+        check_distinct([asked.name for asked in self._asked])
         summed = [self._summed(k, s) for k, s in enumerate(self._sums)]
         sizes = tuple(None if len(d.coords) == 1 else len(d.coords) for d in self._directions)
         self._plan = make_plan([term.key for term in of_terms], summed, sizes)
@@ -212,7 +212,7 @@ class Evaluation:
         scaling = self._scaling
         if scaling is None and dtype == jnp.float16 and not _in_full():
             order = max((n for _, n in self._requested()), default=0)
-            note_unscaled(self._call, order)
+            note_unscaled(order)
         if scaling is None or dtype != jnp.float16 or not scaling.active:
             return {}
         if _in_full():
@@ -273,7 +273,7 @@ class Evaluation:
                 out.append([drawn[0] if len(drawn) == 1 else drawn])
                 continue
             factors = [x.factor(point) if callable(x.factor) else x.factor for x in s.summands]
-            factors = [check_factor(factor, s.name, self._call) for factor in factors]
+            factors = [check_factor(factor, s.name) for factor in factors]
             if len(indices) < len(factors):
                 same = all(isinstance(f, int | float) and f == 1 for f in factors)
                 factors = [1 if same else jnp.stack([jnp.asarray(f, dtype) for f in factors])]
@@ -283,8 +283,8 @@ class Evaluation:
     def _propagated(
         self, point: Any, others: tuple[Any, ...] = (), note: list[Equation] | None = None
     ) -> tuple[Any, dict, dict]:
-        point = widen(check_point(point, others, self._coords, self._dtype, self._call))
-        network = as_network(self._fun, self._outputs, self._call)
+        point = widen(check_point(point, others, self._coords, self._dtype))
+        network = as_network(self._fun, self._outputs)
         seeds, weights = self._seeds(point.dtype), self._weights(point)
         return propagate(network, point, self._plan, seeds, weights, self._scales, note)
 
@@ -298,9 +298,13 @@ class Evaluation:
 
         **Raises:** `TypeError` for coordinates that are passed one by one, as `others`.
         """
+        with named(self._call):
+            return self._evaluated(point, others)
+
+    def _evaluated(self, point: Any, others: tuple[Any, ...]) -> dict[str, Inexact[Array, ""]]:
         value, streams, lost = self._propagated(point, others)
         if _multiplies_tensorfloat32() and value.dtype != jnp.float64:
-            warn_of_tensorfloat32(self._call, "derivative terms")
+            warn_of_tensorfloat32("derivative terms")
         blamed = self._blamed(lost)
         self._warn_of_no_curvature()
         zero, streams = jnp.zeros_like(value), {**streams, (): value}
@@ -321,7 +325,7 @@ class Evaluation:
         name = _piecewise(self._fun) if higher else None
         if name is not None:
             warn_user(
-                f"`{self._call}`: {', '.join(higher)} of this network is zero, because its "
+                f"`{called()}`: {', '.join(higher)} of this network is zero, because its "
                 f"activation `{name}` is piecewise linear and has no second derivative. Take a "
                 "smooth one, such as `jnp.tanh`, `jax.nn.gelu` or `jnp.sin`.",
                 UserWarning,
@@ -381,12 +385,13 @@ class Evaluation:
         """Reports how the derivatives at a point are taken, by tracing without running anything."""
         note: list[Equation] = []
         point = jax.ShapeDtypeStruct(jnp.shape(point), jnp.result_type(point))
-        jax.eval_shape(lambda p: self._propagated(p, note=note)[0], point)
+        with named(self._call):
+            jax.eval_shape(lambda p: self._propagated(p, note=note)[0], point)
         return DerivativeReport(tuple(note), len(self._plan.keys) + 1)
 
 
 def _rows_of(
-    scales: DerivativeScaling | None, terms: Sequence[Term], coords: tuple[str, ...], call: str
+    scales: DerivativeScaling | None, terms: Sequence[Term], coords: tuple[str, ...]
 ) -> list[tuple[int, ...]]:
     """Returns the row that counts and scales each term, as a tuple of one. The tuple is empty for a
     value and without a scaling. Raises a `ValueError` if the scaling does not know the term or a
@@ -395,8 +400,8 @@ def _rows_of(
     if scales is None:
         return [()] * len(terms)
     strategy = scales.strategy
-    strategy.check_coords([coords[i] for i in sorted({i for t in terms for i in t.dirs})], call)
-    row = lambda t: strategy.row_of(t.name, [coords[i] for i in t.dirs], call)
+    strategy.check_coords([coords[i] for i in sorted({i for t in terms for i in t.dirs})])
+    row = lambda t: strategy.row_of(t.name, [coords[i] for i in t.dirs])
     return [(row(t),) if t.dirs else () for t in terms]
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, ArrayLike, Float
 
+from .._util._calls import public
 from .._util._repr import in_a_line
 from ..precision._cast import widen
 from ..precision._dtypes import check_choice, check_positive
@@ -174,6 +175,7 @@ class _SoftClip:
         return self.limit * jnp.tanh(x / self.limit)
 
 
+@public
 def soft_clip(limit: float) -> Callable[..., Any]:
     """Returns the function `limit * tanh(x / limit)`: the identity for small values, ±`limit` for
     large ones.
@@ -191,7 +193,7 @@ def soft_clip(limit: float) -> Callable[..., Any]:
     **Raises:** `ValueError` for a limit that is not a positive number.
     """
     mend = "It returns the function that clips: `stabilizer=soft_clip(4.0)`."
-    limit = check_positive(limit, "soft_clip", "limit", mend)
+    limit = check_positive(limit, "limit", mend)
     return safe(_SoftClip(limit))
 
 
@@ -203,8 +205,8 @@ STABILIZERS = {
 }
 
 
-def parse_stabilizer(stabilizer: str | Callable | None, call: str) -> Callable | None:
+def parse_stabilizer(stabilizer: str | Callable | None) -> Callable | None:
     if stabilizer is None or callable(stabilizer):
         return stabilizer
     mend = "Others are functions of a field, or `None`."
-    return STABILIZERS[check_choice(stabilizer, STABILIZERS, call, "stabilizer", mend)]
+    return STABILIZERS[check_choice(stabilizer, STABILIZERS, "stabilizer", mend)]

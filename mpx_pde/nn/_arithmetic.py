@@ -55,13 +55,13 @@ def arithmetic_of(given: Arithmetic | None, weight: Any) -> Arithmetic:
     return given
 
 
-def parse_arithmetic(dtype: Any, call: str) -> Arithmetic | None:
+def parse_arithmetic(dtype: Any) -> Arithmetic | None:
     """Parses a layer's `dtype`: a floating-point type, or the name of a split product."""
     if dtype is None:
         return None
     if isinstance(dtype, str) and dtype in SPLIT_PRODUCTS:
         return Arithmetic(jnp.dtype("float32"), dtype)
-    return Arithmetic(as_floating_dtype(dtype, call))
+    return Arithmetic(as_floating_dtype(dtype))
 
 
 def centered(

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
+from .._util._calls import called
 from ..precision._cast import widen
 from ..products._order import batch_behind
 from ._arithmetic import Arithmetic, separate
@@ -128,12 +129,12 @@ def constant_response(
     return separate(jnp.sum(y, axis=0))
 
 
-def cp_rank(rank: int | float, shape: tuple[int, ...], call: str) -> int:
+def cp_rank(rank: int | float, shape: tuple[int, ...]) -> int:
     """Returns the number of terms of a factorization of complex weights of this shape."""
     whole = isinstance(rank, int) and not isinstance(rank, bool) and rank >= 1
     if not whole and not (isinstance(rank, float) and 0 < rank <= 1):
         raise ValueError(
-            f"`{call}` takes `rank` as a positive integer or as a fraction of the dense parameters "
-            f"between 0 and 1, but got {rank!r}."
+            f"`{called()}` takes `rank` as a positive integer or as a fraction of the dense "
+            f"parameters between 0 and 1, but got {rank!r}."
         )
     return int(rank) if whole else max(1, round(rank * math.prod(shape) / sum(shape)))

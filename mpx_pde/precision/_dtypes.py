@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._util._calls import called, named, public
 from .._util._repr import in_a_line
 from .._util._types import DTypeLike
 
@@ -36,9 +37,9 @@ _half_context = jax.make_user_context("float16")
 _asked_context = jax.make_user_context(None)
 
 
-def as_floating_dtype(dtype: Any, call: str) -> np.dtype:
-    """Returns `dtype` as a NumPy dtype; raises a `ValueError` in the name of `call` unless it is a
-    real floating-point type.
+def as_floating_dtype(dtype: Any) -> np.dtype:
+    """Returns `dtype` as a NumPy dtype; raises a `ValueError` in the name of the called function
+    unless it is a real floating-point type.
     """
     try:
         if dtype is None or eqx.is_array(dtype):
@@ -50,22 +51,22 @@ def as_floating_dtype(dtype: Any, call: str) -> np.dtype:
     if out is None or not jnp.issubdtype(out, jnp.floating):
         got = f"{dtype!r}, which is not a dtype" if out is None else out.name
         raise ValueError(
-            f"`{call}` needs a real floating-point dtype such as jnp.float16 or 'bfloat16', but "
-            f"got {got}."
+            f"`{called()}` needs a real floating-point dtype such as jnp.float16 or 'bfloat16', "
+            f"but got {got}."
         )
     return out
 
 
-def as_half_dtype(dtype: Any, call: str) -> np.dtype:
-    """Returns `dtype` as a NumPy dtype; raises a `ValueError` in the name of `call` unless it is
-    float16 or bfloat16.
+def as_half_dtype(dtype: Any) -> np.dtype:
+    """Returns `dtype` as a NumPy dtype; raises a `ValueError` in the name of the called function
+    unless it is float16 or bfloat16.
     """
-    out = as_floating_dtype(dtype, call)
+    out = as_floating_dtype(dtype)
     if not is_half(out):
         raise ValueError(
-            f"`{call}` takes float16 or bfloat16 (a dtype or its name), but got {out.name}. For "
-            "full precision pass `use_mixed_precision=False` to `filter_grad`, or a policy with "
-            "'compute=float32'."
+            f"`{called()}` takes float16 or bfloat16 (a dtype or its name), but got {out.name}. "
+            "For full precision pass `use_mixed_precision=False` to `filter_grad`, or a policy "
+            "with 'compute=float32'."
         )
     return out
 
@@ -75,33 +76,34 @@ def is_integer(x: Any) -> bool:
     return isinstance(x, int | np.integer) and not isinstance(x, bool)
 
 
-def check_bool(value: Any, call: str, name: str, meaning: str) -> bool:
-    """Returns a bool; raises a `TypeError` in the name of `call` unless it is one."""
+def check_bool(value: Any, name: str, meaning: str) -> bool:
+    """Returns a bool; raises a `TypeError` in the name of the called function unless it is one."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(
-            f"`{call}` takes a bool as `{name}`, {meaning}, but got {in_a_line(value)}. "
+            f"`{called()}` takes a bool as `{name}`, {meaning}, but got {in_a_line(value)}. "
             "It decides which program is compiled: under `jit` it is static."
         )
     return bool(value)
 
 
-def check_choice(value: Any, choices: Collection, call: str, name: str, mend: str = "") -> Any:
-    """Returns `value`; raises a `ValueError` in the name of `call` unless it is a choice."""
+def check_choice(value: Any, choices: Collection, name: str, mend: str = "") -> Any:
+    """Returns `value`; raises a `ValueError` in the name of the called function unless it is a
+    choice."""
     # Types are compared too, because NumPy's float16 equals "half".
     if not any(isinstance(value, type(choice)) and value == choice for choice in choices):
         known = ", ".join(map(repr, choices))
-        told = f"`{call}` takes {known} as `{name}`, but got {in_a_line(value)}. {mend}"
+        told = f"`{called()}` takes {known} as `{name}`, but got {in_a_line(value)}. {mend}"
         raise ValueError(told.rstrip())
     return value
 
 
-def check_integer(value: Any, call: str, name: str, least: int = 1) -> int:
-    """Returns an integer; raises a `ValueError` in the name of `call` unless it is an integer of at
-    least `least`.
+def check_integer(value: Any, name: str, least: int = 1) -> int:
+    """Returns an integer; raises a `ValueError` in the name of the called function unless it is an
+    integer of at least `least`.
     """
     if not is_integer(value) or value < least:
         what = "a positive integer" if least == 1 else f"an integer of at least {least}"
-        raise ValueError(f"`{call}` needs {what} as `{name}`, but got {in_a_line(value)}.")
+        raise ValueError(f"`{called()}` needs {what} as `{name}`, but got {in_a_line(value)}.")
     return int(value)
 
 
@@ -110,12 +112,14 @@ def is_real(x: Any) -> bool:
     return isinstance(x, numbers.Real) and not isinstance(x, bool)
 
 
-def check_positive(value: Any, call: str, name: str, mend: str = "") -> float:
-    """Returns a number; raises a `ValueError` in the name of `call` unless it is positive and
-    finite.
+def check_positive(value: Any, name: str, mend: str = "") -> float:
+    """Returns a number; raises a `ValueError` in the name of the called function unless it is
+    positive and finite.
     """
     if not is_real(value) or not 0 < value < math.inf:
-        told = f"`{call}` needs a positive number as `{name}`, but got {in_a_line(value)}. {mend}"
+        told = (
+            f"`{called()}` needs a positive number as `{name}`, but got {in_a_line(value)}. {mend}"
+        )
         raise ValueError(told.rstrip())
     return float(value)
 
@@ -150,6 +154,7 @@ def half_precision_datatype() -> np.dtype:
     return _HALF[_half_context.value]
 
 
+@public
 def set_half_precision_datatype(datatype: DTypeLike) -> None:
     """Sets what *half precision* means from now on, in every thread.
 
@@ -163,7 +168,7 @@ def set_half_precision_datatype(datatype: DTypeLike) -> None:
 
     **Raises:** `ValueError` for anything else.
     """
-    name = as_half_dtype(datatype, "set_half_precision_datatype").name
+    name = as_half_dtype(datatype).name
     # In JAX 0.10.0 only the underlying object has the setter.
     context = _half_context if hasattr(_half_context, "set_global") else _half_context._obj
     context.set_global(name)
@@ -184,7 +189,9 @@ def half_precision(datatype: DTypeLike) -> Iterator[None]:
 
     **Raises:** `ValueError` for anything else.
     """
-    with _half_context(as_half_dtype(datatype, "half_precision").name):
+    with named("half_precision"):
+        name = as_half_dtype(datatype).name
+    with _half_context(name):
         yield
 
 

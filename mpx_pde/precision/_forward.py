@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._util._calls import called
 from ._dtypes import check_choice
 from ._split import SPLIT_PRODUCTS
 
@@ -24,10 +25,11 @@ def options_of(rung: str) -> dict[str, Any]:
     return {"use_mixed_precision": False} if rung == "full" else {"forward": rung}
 
 
-def check_rung(rung: Any, call: str, name: str) -> str:
-    """Returns `rung`; raises a `ValueError` in the name of `call` unless it is one of `RUNGS`."""
-    check_choice(rung, RUNGS, call, name)
-    return rung if rung == "full" else check_forward(rung, call)
+def check_rung(rung: Any, name: str) -> str:
+    """Returns `rung`; raises a `ValueError` in the name of the called function unless it is one of
+    `RUNGS`."""
+    check_choice(rung, RUNGS, name)
+    return rung if rung == "full" else check_forward(rung)
 
 
 class Forward(NamedTuple):
@@ -99,18 +101,18 @@ def takes_halves() -> bool:
     return not (asked_in_full() or in_full_forward())
 
 
-def check_forward(precision: Any, call: str) -> str:
-    """Returns `precision`; raises a `ValueError` in the name of `call` unless it is one of
-    `FORWARDS`.
+def check_forward(precision: Any) -> str:
+    """Returns `precision`; raises a `ValueError` in the name of the called function unless it is
+    one of `FORWARDS`.
     """
     name = getattr(precision, "__name__", str(precision))
     mend = 'A half forward pass is "half", in the compute dtype of `policy`.'
     mend = mend if name in ("float16", "bfloat16") else ""
-    check_choice(precision, FORWARDS, call, "forward", mend)
+    check_choice(precision, FORWARDS, "forward", mend)
     if precision == "float64" and jax.dtypes.canonicalize_dtype("float64") != jnp.float64:
         raise ValueError(
-            f"`{call}` cannot evaluate in float64 while JAX has 64-bit types switched off. Call "
-            '`jax.config.update("jax_enable_x64", True)` at the start of the program, or take '
+            f"`{called()}` cannot evaluate in float64 while JAX has 64-bit types switched off. "
+            'Call `jax.config.update("jax_enable_x64", True)` at the start of the program, or take '
             "'float32' as `forward`."
         )
     return precision

@@ -19,6 +19,7 @@ from jax.interpreters import batching
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
+from .._util._calls import public
 from .._util._types import DTypeLike
 from .._util._varying import match_varying_axes
 from ..precision._dtypes import is_integer
@@ -281,6 +282,7 @@ define_product(mixed_dot_general_p, lax.dot_general_p, _dot, _transpose_lhs, _tr
 batching.fancy_primitive_batchers[mixed_dot_general_p] = _batch
 
 
+@public
 def mixed_dot_general(
     x: Float[Array | np.ndarray, "..."],
     y: Float[Array | np.ndarray, "..."],
@@ -322,9 +324,8 @@ def mixed_dot_general(
     that is not a floating-point type, and for operands of two different narrow types without a
     `dtype`.
     """
-    call = "mixed_dot_general"
-    x, y = as_operand(x, call), as_operand(y, call)
-    dtypes = product_dtypes((x, y), dtype, out_dtype, call)
+    x, y = as_operand(x), as_operand(y)
+    dtypes = product_dtypes((x, y), dtype, out_dtype)
     if isinstance(out_sharding, PartitionSpec):
         out_sharding = NamedSharding(jax.sharding.get_abstract_mesh(), out_sharding)
     elif out_sharding is not None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from .._util._calls import named
 from .._util._repr import table
 from ..precision._dtypes import check_choice
 from ..program._lines import INSIDE, is_ours
@@ -80,7 +81,8 @@ class Row:
     cast_of: str = ""
 
     def loss(self, name: str) -> Lost:
-        return getattr(self, check_choice(name, ("float16", "bfloat16"), "RangeReport", "dtype"))
+        with named("RangeReport"):
+            return getattr(self, check_choice(name, ("float16", "bfloat16"), "dtype"))
 
     @property
     def where(self) -> str:
@@ -241,7 +243,8 @@ class RangeReport:
 
     def stagnating(self, dtype: str = "float16") -> tuple[LongSum, ...]:
         """Returns the sums with so many terms that they may stand still in `dtype`."""
-        check_choice(dtype, UNITS, "RangeReport", "dtype")
+        with named("RangeReport"):
+            check_choice(dtype, UNITS, "dtype")
         return tuple(x for x in self.sums if x.stagnates(dtype))
 
     def worst(self, n: int | None = None, dtype: str = "float16") -> tuple[Row, ...]:

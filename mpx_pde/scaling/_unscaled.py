@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from .._util._calls import called
+
 
 _UNSCALED = 2
 """The lowest order of derivatives that are reported if they are in float16 without scaling. First
@@ -24,8 +26,8 @@ def noting_unscaled() -> Iterator[dict[str, int]]:
         _unscaled.reset(token)
 
 
-def note_unscaled(call: str, order: int) -> None:
-    """Records that `call` takes unscaled derivatives in float16, up to `order`."""
+def note_unscaled(order: int) -> None:
+    """Records that the called function takes unscaled derivatives in float16, up to `order`."""
     found = _unscaled.get()
     if found is not None and order >= _UNSCALED:
-        found[call] = max(order, found.get(call, 0))
+        found[called()] = max(order, found.get(called(), 0))

@@ -17,7 +17,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax import lax
 
-from .._util._calls import named
+from .._util._calls import named, public
 from .._util._repr import table
 from .._util._types import PyTree
 from ..precision._dtypes import half_precision_datatype
@@ -35,7 +35,6 @@ from ._norms import apart
 from ._options import refuses_argnums
 
 
-_CALL = "advise"
 _FULL = {"use_mixed_precision": False}
 _TOLERANCE = 0.01
 """The largest error of a recommended loss and gradient. The noise between batches is nearly always
@@ -147,6 +146,7 @@ def _cells(row: Advised) -> tuple[str, ...]:
     return (row.name, *(cells if row.failed is None else ["fails"] * 6))
 
 
+@public
 @refuses_argnums
 def advise(
     func: Callable[..., Any],
@@ -192,14 +192,14 @@ def advise(
     """
     start = DynamicLossScaling() if scaling is None else scaling
     # Checks the arguments.
-    Gradient.of(_CALL, func, start, has_aux=has_aux, keep_full=keep_full, autocast=autocast)
+    Gradient.of(func, start, has_aux=has_aux, keep_full=keep_full, autocast=autocast)
     given = {"keep_full": keep_full, "autocast": autocast}
     given = {name: option for name, option in given.items() if option is not False}
     parameter = inspect.signature(func).parameters.get("derivatives")
     alone = scaling is None and parameter is not None and parameter.default is parameter.empty
 
     def advice(*args: Any, **kwargs: Any) -> Advice:
-        with named(_CALL):
+        with named("advise"):
             check_eager((args, kwargs))
         kwargs = {"derivatives": None, **kwargs} if alone else kwargs
         with warnings.catch_warnings():
@@ -222,7 +222,7 @@ def _advice(task: tuple, given: dict[str, Any], args: tuple, kwargs: dict, start
     """Tries the precisions on `task`, which is a loss, its scaling, and whether it has auxiliary
     output. The options `given` apply to half precision throughout. `start` is the line of code that
     builds the scaling."""
-    _say(f"{_CALL}: compiles and runs the gradient in five precisions", "\n")
+    _say("advise: compiles and runs the gradient in five precisions", "\n")
     wide, reference = None, jnp.zeros((), float).dtype.name
     if reference == "float64":
         positional, keyword = in_float64((args, kwargs))
@@ -277,7 +277,7 @@ def _measured(
     **Returns:** the row, the loss and gradient that it was compared with, and the width of the
     largest product.
     """
-    _say(f"{_CALL}: {name}")
+    _say(f"advise: {name}")
     func, scaling, has_aux = task
     if "compute=bfloat16" in options.get("policy", "") and not isinstance(scaling, Scaling):
         scaling = NoOpLossScaling()

@@ -13,7 +13,7 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float
 
-from .._util._calls import named
+from .._util._calls import called, named, public
 from .._util._notes import noting
 from .._util._repr import table
 from .._util._types import ForwardLike, PolicyLike, PyTree
@@ -31,7 +31,6 @@ from ._norms import apart, minus, norm, real_of, share_of, total, wide_of
 from ._options import refuses_argnums
 
 
-_CALL = "precision_floor"
 _SHOWN = 12
 
 
@@ -123,6 +122,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 0.095 else f"{100 * share:.2g} %"
 
 
+@public
 @refuses_argnums
 def precision_floor(
     func: Callable[..., Any],
@@ -179,7 +179,6 @@ def precision_floor(
     divide into the micro-batches, and for a `tolerance` that is not positive.
     """
     gradient = Gradient.of(
-        _CALL,
         func,
         scaling,
         has_aux=has_aux,
@@ -189,14 +188,14 @@ def precision_floor(
         autocast=autocast,
         forward=forward,
     )
-    micro_batches = check_integer(micro_batches, _CALL, "micro_batches")
-    tolerance = check_positive(tolerance, _CALL, "tolerance")
+    micro_batches = check_integer(micro_batches, "micro_batches")
+    tolerance = check_positive(tolerance, "tolerance")
     present = gradient.mode.rung
     above = _above(gradient.mode, against)
 
     @ft.wraps(func, updated=())
     def floor(*args: Any, **kwargs: Any) -> PrecisionFloor:
-        with named(_CALL):
+        with named("precision_floor"):
             gradient.check_called_with(args)
             rungs = present, above
             return _measured(gradient, args, kwargs, rungs, in_axes, micro_batches, tolerance)
@@ -208,12 +207,12 @@ def _above(mode: AbstractMode, against: Any) -> str:
     present = mode.rung
     if against is None:
         against = {"half": "float32", "full": "float64", "float64": "float64"}.get(present, "full")
-    above = check_rung(against, _CALL, "against")
+    above = check_rung(against, "against")
     if RUNGS.index(above) < RUNGS.index(present) or (above == present != "float64"):
         policy = " (the compute dtype of `policy` is no half type)"
         why = policy if mode.scales and present == "full" else ""
         raise ValueError(
-            f"`{_CALL}` compares {present!r}{why} with a precision above it, but got "
+            f"`{called()}` compares {present!r}{why} with a precision above it, but got "
             f"`against={against!r}`. Precisions from below: {', '.join(map(repr, RUNGS))}."
         )
     return above
@@ -244,7 +243,9 @@ def _measured(
     true, true_grads, true_terms = _evaluated(reference, wider(args), wider(kwargs))
     noise, noises = jnp.full((), jnp.nan), {}
     if micro_batches > 1 and batches[0]:
-        note = f"`{_CALL}` splits the positional arguments into micro-batches, and no keyword ones."
+        note = (
+            f"`{called()}` splits the positional arguments into micro-batches, and no keyword ones."
+        )
         with noting(note, TypeError, ValueError) if kwargs else nullcontext():
             spread, means = _noise(gradient, micro_batches, batches, args[0], kwargs, grads)
         noises = _by_path(jtu.tree_map(share_of, spread, means))

@@ -11,6 +11,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Bool
 
+from .._util._calls import called, public
 from .._util._types import ForwardLike, PolicyLike, PyTree
 from ..modes._choice import mode_at
 from ..precision._dtypes import LARGEST_SCALE
@@ -24,8 +25,6 @@ from ._gradient import Gradient, check_eager, copied, transformed
 from ._norms import minus, norm
 from ._options import refuses_argnums
 
-
-_CALL = "initial_scaling"
 
 _ROUNDING = 2.0**-12
 """Half of float16's unit roundoff. A smaller change of a gradient does not count as underflow."""
@@ -47,6 +46,7 @@ _IN_FLOAT32 = (
 )
 
 
+@public
 @refuses_argnums
 def initial_scaling(
     func: Callable[..., Any],
@@ -98,7 +98,6 @@ def initial_scaling(
     gradient is finite at no scale, or the error of `equinox.error_if` that no scale prevents.
     """
     return transformed(
-        _CALL,
         _run,
         func,
         scaling,
@@ -200,9 +199,9 @@ def _run(gradient: Gradient, args: tuple, kwargs: dict) -> Any:
     if vanished := _vanished(found.grads, gradient, args, kwargs):
         of = "" if len(vanished) == len(_zeros(found.grads)) else f" for {', '.join(vanished)}"
         warn_user(
-            f"`{_CALL}` finds a gradient that is zero{of} at every scale, but not in float32. In "
-            "float16 a number below 2^-24 is zero, even one that is written in the code, and so is "
-            "the derivative of what overflows and divides. `mpx_pde.explain_nonfinite` of the "
+            f"`{called()}` finds a gradient that is zero{of} at every scale, but not in float32. "
+            "In float16 a number below 2^-24 is zero, even one that is written in the code, and so "
+            "is the derivative of what overflows and divides. `mpx_pde.explain_nonfinite` of the "
             f"gradient names the line. {_IN_FLOAT32}, pass `autocast=True`, or make the loss "
             "larger."
         )
@@ -283,8 +282,8 @@ def _beyond(
         share, mend = 2**_BEYOND * _LOST, _IN_FLOAT32
     if other.finite and _apart(found.grads, other.grads, share):
         warn_user(
-            f"`{_CALL}` ends at the highest loss scale, 2^{exponents[0]}, at which a part of the "
-            f"gradient of this batch underflows. {mend}, or make the loss larger."
+            f"`{called()}` ends at the highest loss scale, 2^{exponents[0]}, at which a part of "
+            f"the gradient of this batch underflows. {mend}, or make the loss larger."
         )
     return largest
 
@@ -306,10 +305,10 @@ def _warn_of_starved(derivatives: DerivativeScaling) -> None:
     lost = [name for name, scalers in starved.items() if scalers & fed]
     if lost:
         warn_user(
-            f"`{_CALL}` ends at derivative scales at which {', '.join(map(repr, lost))} is nearly "
-            "all below float16's range, because it shares its scale with a far larger derivative. "
-            "Give each its own, by `per_direction`, `per_term` or `special`, or measure "
-            "coordinates in other units."
+            f"`{called()}` ends at derivative scales at which {', '.join(map(repr, lost))} is "
+            "nearly all below float16's range, because it shares its scale with a far larger "
+            "derivative. Give each its own, by `per_direction`, `per_term` or `special`, or "
+            "measure coordinates in other units."
         )
 
 
@@ -333,7 +332,7 @@ def _in_range(
     if taken is None:
         why = "" if mendable else " The loss itself is not finite, before it is scaled."
         raise NoScaleError(
-            f"`{_CALL}` found no scale at which the gradient of this batch is finite.{why} Look "
+            f"`{called()}` found no scale at which the gradient of this batch is finite.{why} Look "
             "where it overflows with `mpx_pde.explain_nonfinite`, and whether it is finite in "
             "float32, with `use_mixed_precision=False`."
         )

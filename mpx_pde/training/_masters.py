@@ -15,6 +15,7 @@ import jax.tree_util as jtu
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, PRNGKeyArray
 
+from .._util._calls import called
 from .._util._types import PyTree
 from .._util._varying import varying_axes
 from ..precision._cast import is_inexact, rounded_to, widen
@@ -43,16 +44,16 @@ def _is_narrow(x: Any) -> bool:
     return eqx.is_inexact_array(x) and is_half(x.dtype)
 
 
-def parse_master(master: Any, model: PyTree, state: PyTree, call: str) -> tuple[PyTree, PyTree]:
+def parse_master(master: Any, model: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
     """Returns the optimizer state, with residues if `master` needs them, and the state of the
-    optimizer alone. Raises a `ValueError` in the name of `call` if `master` does not fit the model
-    or the state.
+    optimizer alone. Raises a `ValueError` in the name of the called function if `master` does not
+    fit the model or the state.
     """
-    check_choice(master, MASTERS, call, "master")
+    check_choice(master, MASTERS, "master")
     if master != "nearest" and not any(_is_narrow(x) for x in jtu.tree_leaves(model)):
         raise ValueError(
-            f"`{call}` with `master={master!r}` needs half-precision parameters, but `model` has "
-            "none. Cast it by `mpx_pde.cast_tree(model, 'bfloat16')` before training, or leave "
+            f"`{called()}` with `master={master!r}` needs half-precision parameters, but `model` "
+            "has none. Cast it by `mpx_pde.cast_tree(model, 'bfloat16')` before training, or leave "
             "`master` out."
         )
     if master == "kahan":
@@ -61,14 +62,14 @@ def parse_master(master: Any, model: PyTree, state: PyTree, call: str) -> tuple[
         difference = first_difference(wanted, state.residue)
         if difference is not None:
             raise ValueError(
-                f"`{call}` got an `optimizer_state` with the residues of another model: "
+                f"`{called()}` got an `optimizer_state` with the residues of another model: "
                 f"{difference}. Pass what the step before returned, or begin anew by "
                 "`mpx_pde.compensated(optimizer_state.state, model)`."
             )
         return state, state.state
     if isinstance(state, Compensated):
         raise ValueError(
-            f"`{call}` got an `optimizer_state` with residues, which `master={master!r}` would "
+            f"`{called()}` got an `optimizer_state` with residues, which `master={master!r}` would "
             "forget. Pass `master='kahan'`, or the state inside: `optimizer_state.state`."
         )
     return state, state
@@ -160,7 +161,7 @@ class Noise(NamedTuple):
         """Takes the caller's key, or makes one from the step counts of the optimizer. Only these
         differ after a step that moved nothing."""
         if key is not None:
-            check_key(key, "optimizer_update")
+            check_key(key)
             return cls(key, by_bits=False)
         is_count = lambda x: (
             eqx.is_array(x) and x.size == 1 and jnp.issubdtype(x.dtype, jnp.integer)

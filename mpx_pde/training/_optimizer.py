@@ -15,6 +15,7 @@ import optax
 from jax import lax
 from jaxtyping import PRNGKeyArray
 
+from .._util._calls import called, public
 from .._util._repr import in_a_line
 from .._util._types import BoolLike, MasterLike, PyTree
 from .._util._wrapper import says_how
@@ -32,18 +33,14 @@ from ..program._warnings import tensorfloat32_by_default, traced, warn_of_tensor
 from ._masters import Noise, applied, parse_master
 
 
-_CALL = "optimizer_update"
-
-
-def as_transformation(optimizer: Any, call: str) -> optax.GradientTransformationExtraArgs:
+def as_transformation(optimizer: Any) -> optax.GradientTransformationExtraArgs:
     """Returns `optimizer` as one that takes extra arguments. Raises a `TypeError` in the name of
-    `call` if it is not an optimizer.
-    """
+    the called function if it is not an optimizer."""
     if isinstance(optimizer, optax.MultiSteps):
         optimizer = optimizer.gradient_transformation()
     if not isinstance(optimizer, optax.GradientTransformation):
         raise TypeError(
-            f"`{call}` takes an Optax gradient transformation such as `optax.adam(1e-3)` as "
+            f"`{called()}` takes an Optax gradient transformation such as `optax.adam(1e-3)` as "
             f"`optimizer`, but got {in_a_line(optimizer)}."
         )
     return optax.with_extra_args_support(optimizer)
@@ -59,13 +56,13 @@ def _checked_gradients(grads: PyTree, params: PyTree) -> PyTree:
         grads = grads.fast if isinstance(grads, optax.LookaheadParams) else grads
     mend = " Of a part that is trained, pass that part, and `eqx.combine` it with the rest."
     floating = "the floating-point arrays of `model`"
-    check_same_structure(_CALL, "`grads`", grads, floating, params, mend)
+    check_same_structure("`grads`", grads, floating, params, mend)
 
     def check(path, g, p):
         if jnp.shape(g) != jnp.shape(p):
             raise ValueError(
-                f"`{_CALL}`: the gradient at {jtu.keystr(path)} has shape {jnp.shape(g)}, but the "
-                f"parameter has shape {jnp.shape(p)}. Pass the gradients of this model."
+                f"`{called()}`: the gradient at {jtu.keystr(path)} has shape {jnp.shape(g)}, but "
+                f"the parameter has shape {jnp.shape(p)}. Pass the gradients of this model."
             )
 
     jtu.tree_map_with_path(check, grads, params)
@@ -95,7 +92,7 @@ def _naming_a_state_of_another(optimizer: Any, view: "_View") -> Iterator[None]:
         if difference is None:
             raise
         raise ValueError(
-            f"`{_CALL}` got an `optimizer_state` that `optimizer` did not make for this model: "
+            f"`{called()}` got an `optimizer_state` that `optimizer` did not make for this model: "
             f"{difference}. Pass what `optimizer.init(eqx.filter(model, eqx.is_inexact_array))` "
             "returned, or the step before."
         ) from e
@@ -131,7 +128,7 @@ def _warn_of_dtypes(update: Callable, given: tuple, wide: tuple) -> None:
         same = False
     if not same:
         warn_user(
-            f"`{_CALL}` widens half parameters to float32 for `optimizer`, which does something "
+            f"`{called()}` widens half parameters to float32 for `optimizer`, which does something "
             "else with these. If its masks or labels are by dtype, give Optax the PyTree that your "
             "function returns for the parameters in place of the function. If it is meant, filter "
             "`mpx_pde.PrecisionWarning`."
@@ -196,7 +193,7 @@ def _check_hyperparameters(state: PyTree) -> None:
     half = [f"{n} ({x.dtype.name})" for n, x in found if is_half(x.dtype)]
     if half:
         raise ValueError(
-            f"`{_CALL}` got an `optimizer_state` with hyperparameters in half precision, "
+            f"`{called()}` got an `optimizer_state` with hyperparameters in half precision, "
             f"{', '.join(half)}. `optax.inject_hyperparams` rounds them to the dtype of the "
             "parameters: pass it `hyperparam_dtype=jnp.float32`, and make the state anew."
         )
@@ -234,6 +231,7 @@ def _like(new: PyTree, old: PyTree) -> PyTree:
     return jtu.tree_map(cast, new, old)
 
 
+@public
 @says_how(
     "`model, opt_state = "
     "mpx_pde.optimizer_update(model, optimizer, opt_state, grads, grads_finite)`."
@@ -308,13 +306,13 @@ def optimizer_update(
     )
     ```
     """
-    optimizer = as_transformation(optimizer, _CALL)
-    finite = check_flag(grads_finite, _CALL, "grads_finite")
+    optimizer = as_transformation(optimizer)
+    finite = check_flag(grads_finite, "grads_finite")
     for name in extra_args:
         # Optax silently drops arguments that an optimizer does not know.
         if meant := difflib.get_close_matches(name, ("master", "key"), cutoff=0.8):
-            raise TypeError(f"`{_CALL}` got the keyword argument {name!r}. Write `{meant[0]}`.")
-    optimizer_state, inner = parse_master(master, model, optimizer_state, _CALL)
+            raise TypeError(f"`{called()}` got the keyword argument {name!r}. Write `{meant[0]}`.")
+    optimizer_state, inner = parse_master(master, model, optimizer_state)
     floating = eqx.filter(model, eqx.is_inexact_array)
     grads = _checked_gradients(grads, floating)
     _check_hyperparameters(inner)
@@ -347,7 +345,7 @@ def optimizer_update(
 
     if searches:
         if tensorfloat32_by_default():
-            warn_of_tensorfloat32(_CALL, "a line search and the products of its optimizer")
+            warn_of_tensorfloat32("a line search and the products of its optimizer")
         # A line search evaluates the loss: on a skipped step it must not run at all.
         arrays, static = eqx.partition((model, optimizer_state), eqx.is_array)
         taken = lambda: eqx.filter(step(view.grads, extra_args), eqx.is_array)
