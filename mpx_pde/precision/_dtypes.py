@@ -19,6 +19,7 @@ import numpy as np
 from .._util._calls import called, named, public
 from .._util._repr import in_a_line
 from .._util._types import DTypeLike
+from ._setting import setting, setting_with
 
 
 FLOAT16_MAX: float = float(jnp.finfo("float16").max)
@@ -32,9 +33,6 @@ _HALF = {name: jnp.dtype(name) for name in ("float16", "bfloat16")}
 # A user context is part of the keys of jit's caches, so a step that was compiled for one
 # half-precision type is never reused for the other.
 _half_context = jax.make_user_context("float16")
-
-# How half precision was asked for in this context, and which: `("cast", "float16")`, or "autocast".
-_asked_context = jax.make_user_context(None)
 
 
 def as_floating_dtype(dtype: Any) -> np.dtype:
@@ -211,8 +209,8 @@ def largest_scale(dtype: Any) -> float:
 def asked_for_half(by: str, datatype: Any) -> Iterator[None]:
     """A context manager that records that half precision was asked for, by a `"cast"` of arguments
     or by `"autocast"`."""
-    asked = _asked_context((by, jnp.dtype(datatype).name))
-    with half_precision(datatype), asked, precision_gives_way():
+    asked = by, jnp.dtype(datatype).name
+    with half_precision(datatype), setting_with(asked=asked), precision_gives_way():
         yield
 
 
@@ -220,21 +218,19 @@ def asked_of_context() -> tuple[str, str] | None:
     """Returns how the surrounding context asks for half precision, and for which. Returns `None` if
     it does not.
     """
-    return _asked_context.value
+    return setting().asked
 
 
 def half_behind() -> np.dtype | None:
     """Returns the half precision that the context asks for. Returns `None` if it asks for none, as
     in a float32 baseline or when a model is evaluated.
     """
-    asked = _asked_context.value
+    asked = setting().asked
     return None if asked is None else _HALF[asked[1]]
 
 
-# A default precision of products that half precision overrides, or `_ASKED` inside of code that
-# insists on float32.
-_default_precision = jax.make_user_context("")
 _ASKED = "asked for by name"
+"""The present setting of `products` inside of code that insists on float32."""
 
 
 def matmul_precision() -> str | None:
@@ -258,7 +254,7 @@ def _precision_at(setting: str) -> Any:
 @contextmanager
 def highest_precision(by: str = _ASKED) -> Iterator[None]:
     """A context manager in which products take the highest precision."""
-    with jax.default_matmul_precision("highest"), _default_precision(by):
+    with jax.default_matmul_precision("highest"), setting_with(products=by):
         yield
 
 
@@ -273,15 +269,15 @@ def precision_gives_way() -> AbstractContextManager[Any]:
     """Returns a context in which half precision is asked for. A default precision of products that
     was set outside of it does not apply inside. One that is set inside does.
     """
-    asked = _default_precision.value == _ASKED
-    return nullcontext() if asked else _default_precision(matmul_precision() or "")
+    asked = setting().products == _ASKED
+    return nullcontext() if asked else setting_with(products=matmul_precision() or "")
 
 
 def precision_of_user() -> AbstractContextManager[Any]:
     """Returns a context that traces a program without a default precision that gives way.
     Interpreters would otherwise treat the precision of its products as a choice of the program.
     """
-    gives_way = _default_precision.value == (matmul_precision() or "")
+    gives_way = setting().products == (matmul_precision() or "")
     return jax.default_matmul_precision(None) if gives_way else nullcontext()
 
 
@@ -299,7 +295,7 @@ def product_datatype(dtype: Any) -> np.dtype:
     It is the dtype of the weights, since casting a model casts them. [`mpx_pde.autocast`][] casts
     nothing beforehand, and supplies its own dtype.
     """
-    dtype, asked = jnp.dtype(dtype), _asked_context.value
+    dtype, asked = jnp.dtype(dtype), setting().asked
     if asked is None or asked[0] != "autocast" or full_precision_asked() or dtype != jnp.float32:
         return dtype
     return _HALF[asked[1]]

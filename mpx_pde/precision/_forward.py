@@ -9,6 +9,7 @@ import numpy as np
 
 from .._util._calls import called
 from ._dtypes import check_choice
+from ._setting import setting, setting_with
 from ._split import SPLIT_PRODUCTS
 
 
@@ -60,13 +61,9 @@ class Forward(NamedTuple):
         return self.precision if self.precision in SPLIT_PRODUCTS else None
 
 
-# Part of the keys of jit's caches, like the half type.
-_context = jax.make_user_context(None)
-
-
 def present_forward() -> Forward | None:
     """Returns the `Forward` of the loss that is being traced, or `None` outside of such a loss."""
-    return _context.value
+    return setting().forward
 
 
 def in_full_forward() -> bool:
@@ -78,21 +75,18 @@ def in_full_forward() -> bool:
 
 def forward_in(forward: Forward | None) -> AbstractContextManager[Any]:
     """Traces its body under `forward`."""
-    return _context(forward)
-
-
-_without_halves = jax.make_user_context(False)
+    return setting_with(forward=forward)
 
 
 def without_halves() -> AbstractContextManager[Any]:
     """Returns a context in which layers with a half `dtype` compute in that of their weights."""
-    return _without_halves(True)
+    return setting_with(without_halves=True)
 
 
 def asked_in_full() -> bool:
     """Returns whether a function around the present one is in full precision, forward and
     backward."""
-    return _without_halves.value
+    return setting().without_halves
 
 
 def takes_halves() -> bool:

@@ -8,12 +8,12 @@ marked values are collected from its program, as whole batches.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jaxtyping import Array
 
+from ..precision._setting import setting, setting_with
 from ..products._order import batch_behind
 from ..program import _tables as tables
 from ..program._jaxpr import (
@@ -25,14 +25,12 @@ from ..program._jaxpr import (
 )
 
 
-# Part of the key of jit's caches, because a function that was traced without marks has none.
-_marking = jax.make_user_context(False)
 _MARK = "mpx_pde.partials: "
 
 
 def marked(values: dict[str, Any]) -> dict[str, Any]:
     """Marks values with their names inside of `collecting`. Elsewhere returns them unchanged."""
-    if not _marking.value:
+    if not setting().marks:
         return values
     # In an order of axes that does not depend on the rules for batches.
     return {name: checkpoint_name(batch_behind(x, -1), _MARK + name) for name, x in values.items()}
@@ -46,7 +44,7 @@ def collecting(fun: Callable) -> Callable[..., tuple[Any, dict[str, Array]]]:
     """
 
     def call(*args: Any, **kwargs: Any) -> tuple[Any, dict[str, Array]]:
-        with _marking(True):
+        with setting_with(marks=True):
             closed, leaves, assemble = trace_arrays(fun, args, kwargs)
         found: dict[str, list[Array]] = {}
         out = _collect(closed, [x for _, x in leaves], found)
