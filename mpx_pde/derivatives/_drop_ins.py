@@ -98,7 +98,7 @@ class Derivative:
             if key in terms:
                 continue
             name = outputs[output] + "_" + "".join(coords[i] for i in key[1])
-            # Longer names may run together, so the position tells such terms apart.
+            # Longer names may run together, so the position distinguishes such terms.
             terms[key] = Term(f"{name} {key}" if name in taken else name, *key)
             taken.add(name)
         return terms

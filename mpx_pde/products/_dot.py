@@ -88,7 +88,7 @@ def _dot(x, y, *, dimension_numbers, dtype, out_dtype, out_sharding, given, algo
 
 
 def _is_by_vector(x, y, dimension_numbers) -> bool:
-    """Returns whether, apart from batch axes, one operand is a vector or nothing is summed over.
+    """Returns whether, except for batch axes, one operand is a vector or nothing is summed over.
 
     XLA for GPUs turns such products into elementwise ones. For a split product these are products
     of halves, rounded to half precision: on an H200 the last layer made the output of a network by

@@ -159,7 +159,7 @@ def _layer(ours: list[tuple[str, str]]) -> str:
     mpx_pde = sys.modules[__name__.partition(".")[0]]
     names = [(file, name.partition(".")[0]) for file, name in reversed(ours)]
     if names and not names[-1][0].startswith(HOME):
-        # The innermost, because the layers of a model are told apart by their classes.
+        # The innermost, because the layers of a model are distinguished by their classes.
         return next((f"eqx.nn.{x}" for _, x in reversed(names) if hasattr(eqx.nn, x)), "")
     networks = [name for file, name in names if file.startswith(os.path.join(HOME, "nn", ""))]
     others = [_RETURNED.get(name, name) for file, name in names if file.startswith(HOME)]

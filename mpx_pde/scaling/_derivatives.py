@@ -157,7 +157,7 @@ class DerivativeScaling(eqx.Module):
         - `coords`: the coordinates, which tell the order of `terms`. Needed only if their names
             have more than one letter.
         - options: as for `per_direction`. The default bounds of a scaler of order k are the k-th
-            powers of those bounds, because derivatives of that order lie as far apart.
+            powers of those bounds, because derivatives of that order differ by as much.
 
         **Returns:** a `DerivativeScaling`.
         """

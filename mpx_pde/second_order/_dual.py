@@ -144,7 +144,7 @@ class Rows:
         if self.count == 1:
             jac = self.compute(self.block(0))
             leading = _spanned(lambda spans: _power(jac, spans.astype(jac.dtype)), before)
-            along, rest = _apart(jac, leading.spans().astype(jac.dtype), self.precision)
+            along, rest = _separated(jac, leading.spans().astype(jac.dtype), self.precision)
             squares = jnp.sum(jac**2, axis=0)
             return Kernel(rest.by_itself(self.precision), along, squares, leading)
         leading = _spanned(self._power, before)
@@ -170,7 +170,7 @@ class Rows:
 
         def kept(squares, j):
             jac = self.compute(self.block(j))
-            return squares + jnp.sum(jac**2, axis=0), _apart(jac, spans, self.precision)
+            return squares + jnp.sum(jac**2, axis=0), _separated(jac, spans, self.precision)
 
         def strip(carry, i):
             out, squares = carry
@@ -182,7 +182,7 @@ class Rows:
 
             def beside(k, out):
                 j = (first + inner + k) % self.count
-                _, other = _apart(self.compute(self.block(j)), spans, self.precision)
+                _, other = _separated(self.compute(self.block(j)), spans, self.precision)
                 products = rest.by(other, self.precision)
                 return lax.dynamic_update_slice(out, products, (first * each, j * each))
 
@@ -202,7 +202,7 @@ def _power(
         return jac.T @ (jac @ spans)
 
 
-def _apart(
+def _separated(
     jac: Float[Array, "rows columns"], spans: Float[Array, "columns leading"], precision: str
 ) -> tuple[Float[Array, "rows leading"], Rounded]:
     """Returns the parts of rows along the leading directions, and what these leave, rounded."""

@@ -31,7 +31,7 @@ from ._floor import in_float64
 from ._grad import filter_value_and_grad
 from ._gradient import Gradient, check_eager
 from ._initial_scaling import NoScaleError, initial_scaling
-from ._norms import apart
+from ._norms import relative_distance
 from ._options import refuses_argnums
 
 
@@ -300,7 +300,9 @@ def _measured(
     vanished = gone / max(1, sum(int(jnp.sum(w != 0)) for _, w in pairs))
     finite = bool(all_finite(found))
     pairs = zip(found, wide, strict=True)
-    off, error = (float(apart(x, y)) for x, y in pairs) if finite else [float("nan")] * 2
+    off, error = (
+        (float(relative_distance(x, y)) for x, y in pairs) if finite else [float("nan")] * 2
+    )
     numbers = memory, each, error, vanished, finite, report.half_share
     row = Advised(name, options, *numbers, scaling, value_error=off)
     return row, wide, report.width

@@ -27,7 +27,7 @@ from ..scaling._loss import AbstractLossScaling
 from ..scaling._marks import collecting
 from ._accumulate import split_batch
 from ._gradient import Gradient, copied
-from ._norms import apart, minus, norm, real_of, share_of, total, wide_of
+from ._norms import minus, norm, real_of, relative_distance, share_of, total, wide_of
 from ._options import refuses_argnums
 
 
@@ -251,14 +251,14 @@ def _measured(
         noises = _by_path(jtu.tree_map(share_of, spread, means))
         noise = share_of(total(spread), total(means))
     return PrecisionFloor(
-        loss=apart(value, true),
+        loss=relative_distance(value, true),
         terms={
-            name: apart(x, true_terms[name])
+            name: relative_distance(x, true_terms[name])
             for name, x in terms.items()
             if name in true_terms and x.shape == true_terms[name].shape
         },
-        gradient=apart(grads, true_grads),
-        parameters=_by_path(jtu.tree_map(apart, grads, true_grads)),
+        gradient=relative_distance(grads, true_grads),
+        parameters=_by_path(jtu.tree_map(relative_distance, grads, true_grads)),
         noise=noise,
         parameter_noise=noises,
         finite=all_finite((value, true, grads, true_grads)),
@@ -314,9 +314,9 @@ def _noise(
         with gradient.mode.context():
             here = _gradient(gradient, args, kwargs)[1]
         # Sums of differences from the whole batch cancel less than sums of gradients.
-        apart = jtu.tree_map(minus, here, grads)
-        squares = jtu.tree_map(lambda x: norm(x) ** 2, apart)
-        return jtu.tree_map(jnp.add, sums, (apart, squares)), None
+        difference = jtu.tree_map(minus, here, grads)
+        squares = jtu.tree_map(lambda x: norm(x) ** 2, difference)
+        return jtu.tree_map(jnp.add, sums, (difference, squares)), None
 
     zero = jtu.tree_map(lambda g: jnp.zeros_like(g, wide_of(g)), grads)
     none = jtu.tree_map(lambda g: jnp.zeros((), real_of(wide_of(g))), grads)

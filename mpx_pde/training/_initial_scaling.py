@@ -137,7 +137,7 @@ def _evaluate(gradient: Gradient, args: tuple, kwargs: dict) -> _Evaluated:
 
 
 @eqx.filter_jit
-def _apart(grads: PyTree, others: PyTree, share: float = _ROUNDING) -> Bool[Array, ""]:
+def _differ(grads: PyTree, others: PyTree, share: float = _ROUNDING) -> Bool[Array, ""]:
     """Returns whether the gradients of any parameter differ by more than `share`, relative to the
     larger one. By default that is more than rounding could explain.
     """
@@ -146,7 +146,7 @@ def _apart(grads: PyTree, others: PyTree, share: float = _ROUNDING) -> Bool[Arra
 
 
 def _is_zero(grads: PyTree) -> bool:
-    return not _apart(grads, jtu.tree_map(jnp.zeros_like, grads))
+    return not _differ(grads, jtu.tree_map(jnp.zeros_like, grads))
 
 
 def _zeros(grads: PyTree) -> dict[str, bool]:
@@ -234,7 +234,7 @@ def _found(
         lowest = min(lowest, exponents[i] - scale.margin) if overflows else lowest
         while exponents[i] - scale.step >= max(lowest, scale.lowest):
             other = evaluate(exponents - step)
-            if not other.finite or _apart(largest.grads, other.grads):
+            if not other.finite or _differ(largest.grads, other.grads):
                 break
             exponents, found = exponents - step, other
     if isinstance(start, Scaling):
@@ -280,7 +280,7 @@ def _beyond(
         # inversely proportional to the scale.
         other = evaluate(exponents - _BEYOND * (np.arange(len(exponents)) == 0))
         share, mend = 2**_BEYOND * _LOST, _IN_FLOAT32
-    if other.finite and _apart(found.grads, other.grads, share):
+    if other.finite and _differ(found.grads, other.grads, share):
         warn_user(
             f"`{called()}` ends at the highest loss scale, 2^{exponents[0]}, at which a part of "
             f"the gradient of this batch underflows. {mend}, or make the loss larger."
