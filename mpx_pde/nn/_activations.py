@@ -192,8 +192,8 @@ def soft_clip(limit: float) -> Callable[..., Any]:
 
     **Raises:** `ValueError` for a limit that is not a positive number.
     """
-    mend = "It returns the function that clips: `stabilizer=soft_clip(4.0)`."
-    limit = check_positive(limit, "limit", mend)
+    fix = "It returns the function that clips: `stabilizer=soft_clip(4.0)`."
+    limit = check_positive(limit, "limit", fix)
     return safe(_SoftClip(limit))
 
 
@@ -208,5 +208,5 @@ STABILIZERS = {
 def parse_stabilizer(stabilizer: str | Callable | None) -> Callable | None:
     if stabilizer is None or callable(stabilizer):
         return stabilizer
-    mend = "Others are functions of a field, or `None`."
-    return STABILIZERS[check_choice(stabilizer, STABILIZERS, "stabilizer", mend)]
+    fix = "Others are functions of a field, or `None`."
+    return STABILIZERS[check_choice(stabilizer, STABILIZERS, "stabilizer", fix)]

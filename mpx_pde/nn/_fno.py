@@ -111,9 +111,9 @@ def _parse_padding(padding: Any, dims: int) -> tuple[int | float, ...]:
 
 def _hidden(channels: int, ratios: dict[str, Any]) -> dict[str, int]:
     """Returns the number of hidden channels of each channel MLP, by name."""
-    mend = "It is the channels of a hidden layer over `hidden_channels`."
+    fix = "It is the channels of a hidden layer over `hidden_channels`."
     return {
-        name: max(1, round(check_positive(ratio, f"{name}_ratio", mend) * channels))
+        name: max(1, round(check_positive(ratio, f"{name}_ratio", fix) * channels))
         for name, ratio in ratios.items()
     }
 

@@ -84,13 +84,13 @@ def check_bool(value: Any, name: str, meaning: str) -> bool:
     return bool(value)
 
 
-def check_choice(value: Any, choices: Collection, name: str, mend: str = "") -> Any:
+def check_choice(value: Any, choices: Collection, name: str, fix: str = "") -> Any:
     """Returns `value`; raises a `ValueError` in the name of the called function unless it is a
     choice."""
     # Types are compared too, because NumPy's float16 equals "half".
     if not any(isinstance(value, type(choice)) and value == choice for choice in choices):
         known = ", ".join(map(repr, choices))
-        told = f"`{called()}` takes {known} as `{name}`, but got {in_a_line(value)}. {mend}"
+        told = f"`{called()}` takes {known} as `{name}`, but got {in_a_line(value)}. {fix}"
         raise ValueError(told.rstrip())
     return value
 
@@ -110,13 +110,13 @@ def is_real(x: Any) -> bool:
     return isinstance(x, numbers.Real) and not isinstance(x, bool)
 
 
-def check_positive(value: Any, name: str, mend: str = "") -> float:
+def check_positive(value: Any, name: str, fix: str = "") -> float:
     """Returns a number; raises a `ValueError` in the name of the called function unless it is
     positive and finite.
     """
     if not is_real(value) or not 0 < value < math.inf:
         told = (
-            f"`{called()}` needs a positive number as `{name}`, but got {in_a_line(value)}. {mend}"
+            f"`{called()}` needs a positive number as `{name}`, but got {in_a_line(value)}. {fix}"
         )
         raise ValueError(told.rstrip())
     return float(value)

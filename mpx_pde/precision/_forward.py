@@ -100,9 +100,9 @@ def check_forward(precision: Any) -> str:
     one of `FORWARDS`.
     """
     name = getattr(precision, "__name__", str(precision))
-    mend = 'A half forward pass is "half", in the compute dtype of `policy`.'
-    mend = mend if name in ("float16", "bfloat16") else ""
-    check_choice(precision, FORWARDS, "forward", mend)
+    fix = 'A half forward pass is "half", in the compute dtype of `policy`.'
+    fix = fix if name in ("float16", "bfloat16") else ""
+    check_choice(precision, FORWARDS, "forward", fix)
     if precision == "float64" and jax.dtypes.canonicalize_dtype("float64") != jnp.float64:
         raise ValueError(
             f"`{called()}` cannot evaluate in float64 while JAX has 64-bit types switched off. "

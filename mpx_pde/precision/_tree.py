@@ -111,13 +111,13 @@ def check_key(key: Any) -> None:
         )
 
 
-def check_same_structure(a_name: str, a: PyTree, b_name: str, b: PyTree, mend: str = "") -> None:
+def check_same_structure(a_name: str, a: PyTree, b_name: str, b: PyTree, fix: str = "") -> None:
     """Raises a `ValueError` in the name of the called function unless both trees have the same
     structure."""
     if jtu.tree_structure(a) != jtu.tree_structure(b):
         raise ValueError(
             f"`{called()}`: {a_name} and {b_name} must have the same structure. Of {a_name}, "
-            f"{first_difference(b, a)}.{mend}"
+            f"{first_difference(b, a)}.{fix}"
         )
 
 

@@ -123,11 +123,11 @@ def check_factor(factor: Any, name: str) -> Any:
         jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
     ):
         got = f"shape {np.shape(factor)} and {dtype}" if hasattr(factor, "dtype") else repr(factor)
-        mend = " Take the derivatives with a complex factor as terms, and add them in the loss."
+        fix = " Take the derivatives with a complex factor as terms, and add them in the loss."
         raise ValueError(
             f"`{called()}` multiplies derivatives by factors that are real numbers, scalar arrays "
             f"or functions of the point that return one, but got {got} in the operator {name!r}."
-            + (mend if jnp.issubdtype(dtype, jnp.complexfloating) else "")
+            + (fix if jnp.issubdtype(dtype, jnp.complexfloating) else "")
         )
     return factor
 

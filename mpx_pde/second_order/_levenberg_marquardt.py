@@ -405,7 +405,7 @@ class LevenbergMarquardt(eqx.Module):
             _warn_if(
                 state.iterations >= self.refinements,
                 f"`LevenbergMarquardt` ended the solve for a step after {self.refinements} "
-                f"iterations (`refinements`), before it converged: {self._mend(choice)}, or a "
+                f"iterations (`refinements`), before it converged: {self._fix(choice)}, or a "
                 "larger `min_damping`.",
             )
         if self.jacobian == "float16" and choice.method == "primal":
@@ -416,12 +416,12 @@ class LevenbergMarquardt(eqx.Module):
                 "smallest loss scale. Write residuals of order one, or pass `jacobian='bfloat16'`.",
             )
 
-    def _mend(self, choice: Choice) -> str:
+    def _fix(self, choice: Choice) -> str:
         if choice.method == "low_rank":
             return "so few leading directions hardly precondition it. Pass `method='dual'`"
         wider = "float32" if self.jacobian != "float32" else self.forward
-        mend = f"`jacobian={wider!r}`" if wider != self.jacobian else "`forward='float64'`"
-        return f"a {self.jacobian} Jacobian hardly preconditions it any more. Pass {mend}"
+        fix = f"`jacobian={wider!r}`" if wider != self.jacobian else "`forward='float64'`"
+        return f"a {self.jacobian} Jacobian hardly preconditions it any more. Pass {fix}"
 
 
 def _warn_if(condition: Bool[Array, ""], text: str) -> None:

@@ -117,7 +117,7 @@ class NoScaleError(ValueError):
 class _Evaluated(NamedTuple):
     """The gradient at one scaling, and whether it is finite."""
 
-    mendable: Bool[Array, ""]
+    fixable: Bool[Array, ""]
     """True if other scales may help when the gradient is not finite. No loss scale makes the loss
     itself finite, because it is computed before it is scaled."""
     adjusted: Any
@@ -130,10 +130,10 @@ def _evaluate(gradient: Gradient, args: tuple, kwargs: dict) -> _Evaluated:
     found = gradient.evaluate(args, kwargs)
     # These are no steps: a gradient that vanishes at some scale is not counted.
     adjusted, finite, grads = gradient.finish(args[0], found._replace(depends=False))
-    mendable = jnp.isfinite(found.value)
+    fixable = jnp.isfinite(found.value)
     if found.counts is not None:
-        mendable = mendable | ~gradient.derivatives.finite(found.counts)
-    return _Evaluated(mendable, adjusted, finite, grads)
+        fixable = fixable | ~gradient.derivatives.finite(found.counts)
+    return _Evaluated(fixable, adjusted, finite, grads)
 
 
 @eqx.filter_jit
@@ -272,18 +272,16 @@ def _beyond(
     highest = round(math.log2(LARGEST_SCALE))
     beyond, largest, _ = _raised(exponents, found, evaluate, 0, _BEYOND, highest)
     other, share = largest, _LOST
-    mend = (
-        f"Let the scale grow by `max_loss_scaling=2**{beyond[0]}` in `mpx_pde.DynamicLossScaling`"
-    )
+    fix = f"Let the scale grow by `max_loss_scaling=2**{beyond[0]}` in `mpx_pde.DynamicLossScaling`"
     if beyond[0] == exponents[0]:
         # A larger scale overflows, so compare with a smaller one: the loss by underflow is
         # inversely proportional to the scale.
         other = evaluate(exponents - _BEYOND * (np.arange(len(exponents)) == 0))
-        share, mend = 2**_BEYOND * _LOST, _IN_FLOAT32
+        share, fix = 2**_BEYOND * _LOST, _IN_FLOAT32
     if other.finite and _differ(found.grads, other.grads, share):
         warn_user(
             f"`{called()}` ends at the highest loss scale, 2^{exponents[0]}, at which a part of "
-            f"the gradient of this batch underflows. {mend}, or make the loss larger."
+            f"the gradient of this batch underflows. {fix}, or make the loss larger."
         )
     return largest
 
@@ -318,7 +316,7 @@ def _in_range(
     """Finds exponents at which the gradient is finite, by the same rules that adjust scales from
     step to step. Returns these exponents and the gradient there.
     """
-    tried, taken, mendable = set(), None, True
+    tried, taken, fixable = set(), None, True
     while tuple(exponents) not in tried:
         tried.add(tuple(exponents))
         found = evaluate(exponents)
@@ -326,11 +324,11 @@ def _in_range(
         if found.finite:
             # Derivatives may still vanish: then their scales rise.
             taken, following = (exponents, found), np.where(of_loss, exponents, following)
-        elif not (mendable := bool(found.mendable)):
+        elif not (fixable := bool(found.fixable)):
             break
         exponents = following
     if taken is None:
-        why = "" if mendable else " The loss itself is not finite, before it is scaled."
+        why = "" if fixable else " The loss itself is not finite, before it is scaled."
         raise NoScaleError(
             f"`{called()}` found no scale at which the gradient of this batch is finite.{why} Look "
             "where it overflows with `mpx_pde.explain_nonfinite`, and whether it is finite in "

@@ -54,9 +54,9 @@ def _checked_gradients(grads: PyTree, params: PyTree) -> PyTree:
         # Only the fast parameters have gradients.
         params = params.fast
         grads = grads.fast if isinstance(grads, optax.LookaheadParams) else grads
-    mend = " Of a part that is trained, pass that part, and `eqx.combine` it with the rest."
+    fix = " Of a part that is trained, pass that part, and `eqx.combine` it with the rest."
     floating = "the floating-point arrays of `model`"
-    check_same_structure("`grads`", grads, floating, params, mend)
+    check_same_structure("`grads`", grads, floating, params, fix)
 
     def check(path, g, p):
         if jnp.shape(g) != jnp.shape(p):
