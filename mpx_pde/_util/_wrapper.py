@@ -50,8 +50,8 @@ def check_bound(fun: Callable, example: str, args: tuple, kwargs: dict) -> None:
     try:
         inspect.signature(fun).bind(*args, **kwargs)
     except TypeError as error:
-        told = f"`{fun.__name__}` got arguments that do not fit: {error}. Write {example}"
-        raise TypeError(told) from None
+        message = f"`{fun.__name__}` got arguments that do not fit: {error}. Write {example}"
+        raise TypeError(message) from None
 
 
 def says_how(example: str) -> Callable[[_Function], _Function]:

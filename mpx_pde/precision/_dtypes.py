@@ -90,8 +90,8 @@ def check_choice(value: Any, choices: Collection, name: str, fix: str = "") -> A
     # Types are compared too, because NumPy's float16 equals "half".
     if not any(isinstance(value, type(choice)) and value == choice for choice in choices):
         known = ", ".join(map(repr, choices))
-        told = f"`{called()}` takes {known} as `{name}`, but got {in_a_line(value)}. {fix}"
-        raise ValueError(told.rstrip())
+        message = f"`{called()}` takes {known} as `{name}`, but got {in_a_line(value)}. {fix}"
+        raise ValueError(message.rstrip())
     return value
 
 
@@ -115,10 +115,10 @@ def check_positive(value: Any, name: str, fix: str = "") -> float:
     positive and finite.
     """
     if not is_real(value) or not 0 < value < math.inf:
-        told = (
+        message = (
             f"`{called()}` needs a positive number as `{name}`, but got {in_a_line(value)}. {fix}"
         )
-        raise ValueError(told.rstrip())
+        raise ValueError(message.rstrip())
     return float(value)
 
 

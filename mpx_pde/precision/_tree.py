@@ -31,11 +31,11 @@ def _all_of(tree: PyTree, holds: Callable[[Array], Bool[Array, "..."]]) -> Bool[
         # On a mesh with explicit axes, only arrays with the same layout can be combined.
         alike.setdefault((x.shape, jax.typeof(x).sharding.spec), []).append(x)
     # Combines arrays of the same shape entry by entry, so that one reduction reads all of them.
-    told = [jnp.all(ft.reduce(jnp.logical_and, map(holds, xs))) for xs in alike.values()]
-    if not told:
+    flags = [jnp.all(ft.reduce(jnp.logical_and, map(holds, xs))) for xs in alike.values()]
+    if not flags:
         return jnp.array(True)
     # XLA for CPUs would copy cheap operations into every kernel that reads them, but not a root.
-    return jax.lax.sqrt(ft.reduce(jnp.logical_and, told).astype(jnp.float32)) > 0
+    return jax.lax.sqrt(ft.reduce(jnp.logical_and, flags).astype(jnp.float32)) > 0
 
 
 def all_finite(tree: PyTree) -> Bool[Array, ""]:
@@ -126,11 +126,11 @@ def first_difference(wanted: PyTree, given: PyTree) -> str | None:
     included, differ by path, shape or dtype, or by value if they are not arrays; nodes differ by
     type or static fields. Returns `None` if there is no difference.
     """
-    told = lambda x: f"{x.dtype}{[*x.shape]}" if hasattr(x, "shape") else repr(x)
+    describe = lambda x: f"{x.dtype}{[*x.shape]}" if hasattr(x, "shape") else repr(x)
 
     def leaves(tree):
         found = jtu.tree_leaves_with_path(tree, is_leaf=lambda x: x is None)
-        return {jtu.keystr(path): told(x) for path, x in found}
+        return {jtu.keystr(path): describe(x) for path, x in found}
 
     should, has = leaves(wanted), leaves(given)
     for path in dict.fromkeys([*should, *has]):

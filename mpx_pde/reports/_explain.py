@@ -241,7 +241,7 @@ def explain(report: RangeReport, name: str, full: RangeReport | None = None) -> 
     """Explains a report. `full` is one of the same function without halves, if there is one."""
     harmless = _is_finite(report)
     if full is not None and full.first_nonfinite is not None:
-        # What fails in full precision too is told as it fails there. A loss that is not finite
+        # What fails in full precision too is explained as it fails there. A loss that is not finite
         # skips the step, even if its gradient is finite and the loss itself is not returned.
         harmless, report = harmless and not _skips(report), full
     broken = _not_finite(report, harmless)

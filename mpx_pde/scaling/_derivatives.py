@@ -188,15 +188,15 @@ class DerivativeScaling(eqx.Module):
         pairs = zip(rule.lowest, rule.highest, strict=True)
         bounds = by_name(self.names, [f"2^{low} to 2^{high}" for low, high in pairs])
         scales = by_name(self.names, self.exponents, "2^")
-        told = lambda x: by_name(self.names, x)
+        by_scaler = lambda x: by_name(self.names, x)
         return described(
             self,
             f"scales={scales} ({bounds}, factor {2**rule.step})",
             str(self.strategy),
-            f"tracker={told(self.tracker)} of {rule.growth_interval}, "
+            f"tracker={by_scaler(self.tracker)} of {rule.growth_interval}, "
             f"{rule.recover_growth_interval} at or below 2^{rule.recover_threshold}",
-            f"margin={rule.margin}, caution={told(self.caution)}",
-            f"overflows={told(self.overflows)}, skipped_steps={number(self.skipped_steps)}",
+            f"margin={rule.margin}, caution={by_scaler(self.caution)}",
+            f"overflows={by_scaler(self.overflows)}, skipped_steps={number(self.skipped_steps)}",
         )
 
     @property

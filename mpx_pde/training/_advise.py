@@ -246,8 +246,8 @@ def _advice(task: tuple, given: dict[str, Any], args: tuple, kwargs: dict, start
     call_loss = filter_value_and_grad(*task, **_FULL)
     closed_over = arrays_closed_over(eqx.filter_make_jaxpr(call_loss)(*args, **kwargs)[0])
     examples = _examples(args)
-    told = width, reference, examples, tuple(closed_over), on_gpu
-    return Advice(tuple(rows), choice, call, *told)
+    details = width, reference, examples, tuple(closed_over), on_gpu
+    return Advice(tuple(rows), choice, call, *details)
 
 
 def _say(text: str, end: str = "") -> None:

@@ -100,14 +100,18 @@ class PrecisionFloor(eqx.Module):
     def __str__(self) -> str:
         if isinstance(self.gradient, Tracer):
             return f"PrecisionFloor of {self.precision} against {self.above}, being traced"
-        told = lambda share: "" if share is None else _percent(float(share))
-        rows = [("", "rounding", "noise"), ("loss", told(self.loss), "")]
-        rows += [(f"  {name}", told(x), "") for name, x in self.terms.items()]
+        percent = lambda share: "" if share is None else _percent(float(share))
+        rows = [("", "rounding", "noise"), ("loss", percent(self.loss), "")]
+        rows += [(f"  {name}", percent(x), "") for name, x in self.terms.items()]
         noise = self.noise if self.parameter_noise else None  # one micro-batch shows no noise
-        rows.append(("gradient", told(self.gradient), told(noise)))
+        rows.append(("gradient", percent(self.gradient), percent(noise)))
         worst = sorted(self.parameters, key=lambda path: -float(self.parameters[path]))
         rows += [
-            (f"  {path}", told(self.parameters[path]), told(self.parameter_noise.get(path)))
+            (
+                f"  {path}",
+                percent(self.parameters[path]),
+                percent(self.parameter_noise.get(path)),
+            )
             for path in worst[:_SHOWN]
         ]
         lines = [f"{self.precision} against {self.above}", *table(rows)]

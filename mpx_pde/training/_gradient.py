@@ -337,8 +337,8 @@ class Gradient(eqx.Module):
         zero, some = all_zero(grads), found.value != 0
         if self.axis_name is not None:
             flags = jnp.stack([~finite, ~zero, some]).astype(jnp.int32)
-            told = lax.psum(flags, self.axis_name) > 0
-            finite, zero, some = ~told[0], ~told[1], told[2]
+            reduced = lax.psum(flags, self.axis_name) > 0
+            finite, zero, some = ~reduced[0], ~reduced[1], reduced[2]
         return finite, zero & some & (self.mode.in_half and found.depends)
 
 

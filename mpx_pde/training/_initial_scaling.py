@@ -156,7 +156,7 @@ def _zeros(grads: PyTree) -> dict[str, bool]:
 
 def _vanished(grads: PyTree, gradient: Gradient, args: tuple, kwargs: dict) -> list[str]:
     """Returns the paths of the parameters whose gradient is zero in `grads`, but not without
-    halves, as far as that can be told."""
+    halves, as far as that is known."""
     zero = [path for path, is_zero in _zeros(grads).items() if is_zero]
     if not zero:
         return []
@@ -289,12 +289,12 @@ def _beyond(
 def _warn_of_starved(derivatives: DerivativeScaling) -> None:
     """Issues a warning if a derivative nearly vanishes while another one with the same scale is in
     range."""
-    told = telemetry(derivatives)
+    seen = telemetry(derivatives)
     starved: dict[str, set[int]] = {}  # the scalers of each such derivative
     fed: set[int] = set()  # the scalers of all others
-    for (name, counts), row in zip(told["counts"].items(), derivatives.strategy.rows, strict=True):
+    for (name, counts), row in zip(seen["counts"].items(), derivatives.strategy.rows, strict=True):
         total = counts.sum()
-        carried = told["exponents"][name] + told["shift"][name]
+        carried = seen["exponents"][name] + seen["shift"][name]
         scalers = set(dict(row.weights))
         if counts[carried < SMALLEST_NORMAL].sum() > _STARVED * total:
             starved[name] = scalers

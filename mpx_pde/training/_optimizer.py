@@ -103,15 +103,15 @@ def _operations(update: Callable, args: tuple) -> Counter[tuple[str, frozenset[i
     depend on. Dtypes are ignored.
     """
     closed, *_ = eqx.filter_make_jaxpr(update)(*args)
-    flat, told = flatten(closed, forward_mode=False), Counter[tuple[str, frozenset[int]]]()
+    flat, counts = flatten(closed, forward_mode=False), Counter[tuple[str, frozenset[int]]]()
     on = dict.fromkeys(flat.constants, frozenset[int]())
     on |= {k: frozenset({i}) for i, k in enumerate(flat.inputs)}
     for step in flat.steps:
         here = frozenset[int]().union(*(on[x] for x in step.variables))
         on |= dict.fromkeys(step.outputs, here)
         if step.name != "convert_element_type":
-            told[step.name, here] += 1
-    return told
+            counts[step.name, here] += 1
+    return counts
 
 
 def _warn_of_dtypes(update: Callable, given: tuple, wide: tuple) -> None:
@@ -119,11 +119,11 @@ def _warn_of_dtypes(update: Callable, given: tuple, wide: tuple) -> None:
     for example because of a mask that looks at dtypes.
     """
     try:
-        told = _operations(update, given)
+        of_half = _operations(update, given)
     except Exception:  # half arrays may not work at all, for example in a QR decomposition
         return
     try:
-        same = told == _operations(update, wide)
+        same = of_half == _operations(update, wide)
     except (TypeError, ValueError):  # for example, if the state was made with another mask
         same = False
     if not same:
