@@ -163,7 +163,7 @@ def linear_operator(
     stream.
 
     If only the sum is needed, such as `u_t - 0.1 u_xx`, its summands need no streams of their own.
-    One stream is propagated for all of them, beside the streams below them (here `u_x`).
+    One stream is propagated for all of them, in addition to the streams below them (here `u_x`).
 
     **Arguments:**
 

@@ -96,8 +96,8 @@ def summed_apart(x: Array, like: Array) -> Array:
     cotangent is written to memory before it is summed over these axes.
 
     Use it for a weight that meets each point of a batch. Otherwise XLA for GPUs fuses this sum over
-    rows with all that the backward pass computes beside it. On an H200 that kernel took eight times
-    as long as its memory traffic, because its threads follow the columns.
+    rows with everything else that the backward pass computes. On an H200 that kernel took eight
+    times as long as its memory traffic, because its threads follow the columns.
     """
     if 0 in like.shape:
         return x

@@ -195,7 +195,7 @@ def needed(steps: Sequence[Step], outputs: Sequence[int | Constant]) -> tuple[St
 
 def merged(flat: Flat) -> Flat:
     """Returns a program without the equations that compute again what an earlier one does, such as
-    the mean in a variance beside that in a norm. Products, containers and what has effects stay."""
+    the mean in a variance and that in a norm. Products, containers and what has effects stay."""
     names = {k: ("array", id(c.value)) for k, c in flat.constants.items()}
     name = lambda x: _name_of(x) if isinstance(x, Constant) else names.get(x, x)
     first: dict[Hashable, tuple[int, ...]] = {}

@@ -304,8 +304,8 @@ class RangeReport:
         return Group(ranges, *self._notes())
 
     def plot(self, path: Any, n: int = 40) -> None:
-        """Draws the range of each of the `n` worst rows, in program order, beside the ranges of the
-        formats. Needs matplotlib.
+        """Draws the range of each of the `n` worst rows, in program order, next to the ranges of
+        the formats. Needs matplotlib.
 
         **Arguments:**
 

@@ -82,8 +82,8 @@ def adjusted(
     and `caution`.
     """
     lowest, highest = np.array(rule.lowest, np.int32), np.array(rule.highest, np.int32)
-    # The largest values of a row decide, because smaller ones that vanish are rounding beside them.
-    # A row of zeros may have underflowed as a whole.
+    # The largest values of a row decide, because smaller ones that vanish are rounding errors
+    # relative to them. A row of zeros may have underflowed as a whole.
     level = jnp.max(jnp.where(counts > 0, rule.levels, 0), axis=1)
     # A scaler for which nothing was counted has level 0: its step is not clean.
     found = rule.of_scalers(level)

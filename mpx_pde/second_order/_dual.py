@@ -180,13 +180,13 @@ class Rows:
             own = jnp.tril(rest.by_itself(self.precision))
             out = lax.dynamic_update_slice(out, own, (first * each,) * 2)
 
-            def beside(k, out):
+            def off_diagonal(k, out):
                 j = (first + inner + k) % self.count
                 _, other = _separated(self.compute(self.block(j)), spans, self.precision)
                 products = rest.by(other, self.precision)
                 return lax.dynamic_update_slice(out, products, (first * each, j * each))
 
-            return (lax.fori_loop(0, self.strips // 2 * inner, beside, out), squares), along
+            return (lax.fori_loop(0, self.strips // 2 * inner, off_diagonal, out), squares), along
 
         start = jnp.zeros((most, most), dtype), jnp.zeros(columns, dtype)
         (out, squares), along = lax.scan(strip, start, jnp.arange(self.strips))

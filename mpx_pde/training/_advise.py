@@ -54,7 +54,8 @@ class Advised:
     - `name`: the name of the precision, such as `"forward float32, backward bfloat16"`.
     - `options`: the options that select it in the gradient transformations, in addition to those
         that were given.
-    - `memory`: bytes that the compiled gradient needs beside its arguments, on this machine.
+    - `memory`: bytes that the compiled gradient needs in addition to its arguments, on this
+        machine.
     - `memory_per_example`: the bytes that each example of the batch adds; `None` if the arrays of
         the batch share no axis.
     - `error`: the relative error of the gradient; NaN if the gradient is not finite.

@@ -144,7 +144,7 @@ def precision_floor(
     tolerance: float = 0.1,
 ) -> Callable[..., PrecisionFloor]:
     """Measures the effect of rounding *now*: errors of the loss, of its derivative terms and of the
-    gradient of each parameter, beside the noise between micro-batches.
+    gradient of each parameter, and the noise between micro-batches.
 
     Early in a training run the residual is large, and any precision will do. As the residual
     vanishes, the rounding of its terms does not, and at some step most of the gradient is rounding.

@@ -55,7 +55,7 @@ def scaling_options(tree: PyTree) -> dict[str, dict[str, Any]]:
     names, update rule) are part of the program instead: a restored run uses the options of the
     scaling that it restores into. The same holds for the rungs of a
     [`mpx_pde.PrecisionLadder`][]; only the number of its present rung is saved. Save these options
-    beside the arrays, and let [`mpx_pde.check_scaling_options`][] compare them when you restore.
+    with the arrays, and let [`mpx_pde.check_scaling_options`][] compare them when you restore.
 
     **Arguments:**
 
