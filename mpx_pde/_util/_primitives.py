@@ -32,8 +32,8 @@ def keep_used(used: Sequence[bool], *given: Any) -> tuple[list[bool], Any]:
     needed = [*used, *(any(used) for _ in like)]
     if not any(used):
         return needed, None
-    kept = lambda xs: [x for x, is_used in zip(xs, used, strict=False) if is_used]
-    return needed, eqn.replace(invars=[*kept(eqn.invars), *like], outvars=kept(eqn.outvars))
+    of_used = lambda xs: [x for x, is_used in zip(xs, used, strict=False) if is_used]
+    return needed, eqn.replace(invars=[*of_used(eqn.invars), *like], outvars=of_used(eqn.outvars))
 
 
 def repeated(x: Array | np.ndarray, axis: int, like: Array, dim: int) -> Array:
@@ -43,8 +43,8 @@ def repeated(x: Array | np.ndarray, axis: int, like: Array, dim: int) -> Array:
     name, sharded = sharding.spec[dim], None
     if name is not None:
         sharded = NamedSharding(sharding.mesh, PartitionSpec(*spec[:axis], name, *spec[axis:]))
-    kept = [i for i in range(len(shape)) if i != axis]
-    return lax.broadcast_in_dim(x, shape, kept, out_sharding=sharded)
+    others = [i for i in range(len(shape)) if i != axis]
+    return lax.broadcast_in_dim(x, shape, others, out_sharding=sharded)
 
 
 def with_batch_at(axis: int, args: Sequence[Any], dims: Sequence[int | None]) -> list[Array]:

@@ -199,7 +199,7 @@ class Evaluation:
         drawn = along[0].coords[0] < 0
         coords = [[] if drawn else [self._coords[c] for c in d.coords] for d in along]
         exponent = scaling.strategy.exponent(scaling.exponents, coords, order)
-        return scaling.strategy.kept(exponent, scaling.rule.margin)
+        return scaling.strategy.stored(exponent, scaling.rule.margin)
 
     def _requested(self) -> list[tuple[Index, int]]:
         """Returns the requested derivatives, each with the order in which it is counted. All
@@ -222,7 +222,7 @@ class Evaluation:
         for k, s in enumerate(self._sums):
             if s.rows:
                 smallest = ft.reduce(jnp.minimum, strategy.shifts(scaling.exponents, s.rows))
-                exponents[sum_key(k)] = strategy.kept(smallest, scaling.rule.margin)
+                exponents[sum_key(k)] = strategy.stored(smallest, scaling.rule.margin)
         return {i: (power_of_two(e), power_of_two(-e)) for i, e in exponents.items()}
 
     def _scales_of_seeds(self, scaling: DerivativeScaling) -> dict[Index, tuple[Array, Array]]:

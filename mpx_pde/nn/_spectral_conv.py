@@ -135,12 +135,12 @@ class SpectralConv(eqx.Module):
         check_key(key)
         self.modes = parse_sizes(modes, DIMENSIONS, "modes")
         dims = len(self.modes)
-        kept = tuple(len(frequencies(m, i == dims - 1)) for i, m in enumerate(self.modes))
+        counts = tuple(len(frequencies(m, i == dims - 1)) for i, m in enumerate(self.modes))
         if check_choice(factorization, (None, "cp"), "factorization") is None:
-            self.weight = dense_weight(key, kept, in_channels, out_channels)
+            self.weight = dense_weight(key, counts, in_channels, out_channels)
         else:
-            rank = cp_rank(rank, (*kept, in_channels, out_channels))
-            self.weight = cp_weight(key, kept, in_channels, out_channels, rank)
+            rank = cp_rank(rank, (*counts, in_channels, out_channels))
+            self.weight = cp_weight(key, counts, in_channels, out_channels, rank)
         self.stabilizer = parse_stabilizer(stabilizer)
         self.method = check_choice(method, ("auto", "dft", "fft"), "method")
         self.arithmetic = parse_arithmetic(dtype)

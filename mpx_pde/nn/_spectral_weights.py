@@ -25,12 +25,12 @@ def _normal(key: PRNGKeyArray, shape: tuple[int, ...], deviation: float) -> Floa
 
 
 def dense_weight(
-    key: PRNGKeyArray, kept: tuple[int, ...], inputs: int, outputs: int
+    key: PRNGKeyArray, counts: tuple[int, ...], inputs: int, outputs: int
 ) -> Float32[Array, "*modes inputs outputs 2"]:
     """Draws normal weights with a standard deviation that preserves the size of a mode, as in
     neuraloperator.
     """
-    return _normal(key, (*kept, inputs, outputs), math.sqrt(2 / (inputs + outputs)))
+    return _normal(key, (*counts, inputs, outputs), math.sqrt(2 / (inputs + outputs)))
 
 
 def _product(x: Array, y: Array) -> Array:
@@ -65,12 +65,12 @@ class CPWeight(eqx.Module):
 
 
 def cp_weight(
-    key: PRNGKeyArray, kept: tuple[int, ...], inputs: int, outputs: int, rank: int
+    key: PRNGKeyArray, counts: tuple[int, ...], inputs: int, outputs: int, rank: int
 ) -> CPWeight:
     """Draws factors whose product has the standard deviation of dense weights."""
-    deviation = math.sqrt(2 / (inputs + outputs) / rank) ** (1 / (len(kept) + 2))
-    first, last, *keys = jax.random.split(key, len(kept) + 2)
-    modes = [_normal(k, (m, rank), deviation) for k, m in zip(keys, kept, strict=True)]
+    deviation = math.sqrt(2 / (inputs + outputs) / rank) ** (1 / (len(counts) + 2))
+    first, last, *keys = jax.random.split(key, len(counts) + 2)
+    modes = [_normal(k, (m, rank), deviation) for k, m in zip(keys, counts, strict=True)]
     return CPWeight(
         _normal(first, (inputs, rank), deviation),
         _normal(last, (rank, outputs), deviation),

@@ -191,10 +191,10 @@ def _is_floating(x: Any) -> bool:
 
 
 def _map_arrays(fn: Callable, tree: PyTree, keep: tuple[type, ...]) -> PyTree:
-    def is_kept(x):
+    def is_excluded(x):
         return isinstance(x, keep)
 
-    return jtu.tree_map(lambda x: x if is_kept(x) else fn(x), tree, is_leaf=is_kept)
+    return jtu.tree_map(lambda x: x if is_excluded(x) else fn(x), tree, is_leaf=is_excluded)
 
 
 # Running statistics are not operands of products. In float16 they would stop changing or overflow.
@@ -209,7 +209,7 @@ def arrays_in_full(tree: PyTree) -> frozenset[int]:
 
 
 def map_operands(fn: Callable, tree: PyTree) -> PyTree:
-    """Maps `fn` over the leaves that are not kept in full precision."""
+    """Maps `fn` over the leaves outside of `FullPrecision`."""
     return _map_arrays(fn, tree, _KEPT_IN_CALLS)
 
 

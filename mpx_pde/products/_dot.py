@@ -95,8 +95,8 @@ def _is_by_vector(x, y, dimension_numbers) -> bool:
     `bfloat16_x3` wrong by 2e-3. Float32 takes no longer, because memory bandwidth is the limit.
     """
     (x_contract, y_contract), (x_batch, y_batch) = dimension_numbers
-    kept = _axes(x.ndim, x_contract, x_batch), _axes(y.ndim, y_contract, y_batch)
-    axes = [(x, x_contract), (x, kept[0]), (y, kept[1])]
+    free = _axes(x.ndim, x_contract, x_batch), _axes(y.ndim, y_contract, y_batch)
+    axes = [(x, x_contract), (x, free[0]), (y, free[1])]
     return any(prod(z.shape[i] for i in some) == 1 for z, some in axes)
 
 
@@ -135,8 +135,8 @@ def _as_matrices(x, y, dimension_numbers) -> tuple[Any, Any, Any, tuple[Any, ...
         left, right = map(_as_matrix, (x, y), zip(*pairs, strict=True))
     if left is None or right is None:
         return x, y, dimension_numbers, None
-    (x, i, x_kept), (y, j, y_kept) = left, right
-    return x, y, (((i,), (j,)), ((), ())), (*x_kept, *y_kept)
+    (x, i, x_free), (y, j, y_free) = left, right
+    return x, y, (((i,), (j,)), ((), ())), (*x_free, *y_free)
 
 
 def _goes_first(x, y, dimension_numbers) -> bool:
@@ -212,16 +212,16 @@ def _transpose_lhs(g, x, y, *, dimension_numbers, dtype, given, algorithm, swapp
     another product of halves.
     """
     (x_contract, y_contract), (x_batch, y_batch) = dimension_numbers
-    x_kept = _axes(x.aval.ndim, x_contract, x_batch)
-    y_kept = _axes(y.ndim, y_contract, y_batch)
+    x_free = _axes(x.aval.ndim, x_contract, x_batch)
+    y_free = _axes(y.ndim, y_contract, y_batch)
     n = len(x_batch)
-    first = n if swapped else n + len(x_kept)
-    g_batch, g_y = tuple(range(n)), tuple(range(first, first + len(y_kept)))
-    # The result has the axes: batch, kept, and contracted in the order of y's axes; if swapped,
-    # contracted before kept. So the gradient of a weight is `y.T @ g`. For `(g.T @ y).T` XLA would
+    first = n if swapped else n + len(x_free)
+    g_batch, g_y = tuple(range(n)), tuple(range(first, first + len(y_free)))
+    # The result has the axes: batch, free, and contracted in the order of y's axes; if swapped,
+    # contracted before free. So the gradient of a weight is `y.T @ g`. For `(g.T @ y).T` XLA would
     # make a transposed copy of g on a CPU.
-    operands = [(g, g_y, g_batch), (y, tuple(y_kept), tuple(y_batch))]
-    axes = [x_kept, [x_contract[i] for i in np.argsort(y_contract)]]
+    operands = [(g, g_y, g_batch), (y, tuple(y_free), tuple(y_batch))]
+    axes = [x_free, [x_contract[i] for i in np.argsort(y_contract)]]
     if swapped:
         operands, axes = operands[::-1], axes[::-1]
     (left, left_axes, left_batch), (right, right_axes, right_batch) = operands
@@ -260,8 +260,8 @@ def _batch(axis_data, args, dims, *, dimension_numbers, out_sharding, **params):
     elif x_dim is not None:
         out_dim = len(x_batch) + _axes(x.ndim, x_contract, x_batch).index(x_dim)
     elif y_dim is not None:
-        x_kept = x.ndim - len(x_contract)
-        out_dim = x_kept + _axes(y.ndim, y_contract, y_batch).index(y_dim)
+        x_free = x.ndim - len(x_contract)
+        out_dim = x_free + _axes(y.ndim, y_contract, y_batch).index(y_dim)
     else:
         out_dim = None
     if out_sharding is not None and out_dim is not None:

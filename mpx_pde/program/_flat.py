@@ -185,12 +185,12 @@ def renamed(atoms: Sequence[int | Constant], same: Mapping[int, int]) -> tuple[i
 def needed(steps: Sequence[Step], outputs: Sequence[int | Constant]) -> tuple[Step, ...]:
     """Returns the equations that the `outputs` depend on, and those that have effects."""
     wanted = set(variables(outputs))
-    kept = []
+    out = []
     for step in reversed(steps):
         if step.eqn.effects or not wanted.isdisjoint(step.outputs):
-            kept.append(step)
+            out.append(step)
             wanted.update(step.variables)
-    return tuple(reversed(kept))
+    return tuple(reversed(out))
 
 
 def merged(flat: Flat) -> Flat:

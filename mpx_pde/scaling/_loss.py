@@ -329,10 +329,10 @@ class DynamicLossScaling(_ByArray):
         grown = jnp.minimum(self.loss_scaling, top / self.factor) * self.factor
         grown = jnp.maximum(grown, self.loss_scaling)  # a scale that started above the cap
         shrunk = jnp.maximum(self.loss_scaling / self.factor, self.min_loss_scaling)
-        kept = jnp.where(grow, grown, self.loss_scaling)
+        adjusted = jnp.where(grow, grown, self.loss_scaling)
         return with_fields(
             self,
-            loss_scaling=jnp.where(finite, kept, shrunk),
+            loss_scaling=jnp.where(finite, adjusted, shrunk),
             counter=jnp.where(finite & ~grow, counted, 0),
             **counted_steps(self, finite),
         )

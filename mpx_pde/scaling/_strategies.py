@@ -190,7 +190,7 @@ class AbstractStrategy(abc.ABC):
         - `order`: the order of the lowest counted derivative that it leads to, itself included.
         """
 
-    def kept(self, exponent: Any, margin: int) -> Any:
+    def stored(self, exponent: Any, margin: int) -> Any:
         """Returns the exponent at which a stream is stored. `exponent` is that of its derivative,
         and the update rule keeps `margin` powers of two free below overflow.
         """
@@ -250,7 +250,7 @@ class PerDirection(AbstractStrategy):
         at: list[Any] = [exponents[i if len(i) > 1 else int(i[0])] for i in places]
         return sum(at[1:], at[0])
 
-    def kept(self, exponent: Any, margin: int) -> Any:
+    def stored(self, exponent: Any, margin: int) -> Any:
         return jnp.maximum(exponent, jnp.minimum(exponent + margin, _LOW))
 
     @property

@@ -52,10 +52,10 @@ class Rounded(eqx.Module):
             # A power of two, by its bits: `exp2` is inexact on a CPU.
             _, exponent = jnp.frexp(jnp.where(usual, size, 1.0))
             scale = jnp.ldexp(scale, -exponent)
-        kept = precision if precision in ("float16", "bfloat16", "float64") else "float32"
+        stored = precision if precision in ("float16", "bfloat16", "float64") else "float32"
         columns = rows.shape[1]
-        fill = -columns % _ALIGNED if kept != "float64" and columns >= WIDE else 0
-        rounded = (rows * scale[:, None]).astype(kept)
+        fill = -columns % _ALIGNED if stored != "float64" and columns >= WIDE else 0
+        rounded = (rows * scale[:, None]).astype(stored)
         return cls(jnp.pad(rounded, [(0, 0), (0, fill)]), scale)
 
     @property
@@ -168,14 +168,14 @@ class Rows:
         (each, columns), dtype, inner = self.shape.shape, self.shape.dtype, self.inner
         spans, most = leading.spans().astype(dtype), self.count * each
 
-        def kept(squares, j):
+        def row_block(squares, j):
             jac = self.compute(self.block(j))
             return squares + jnp.sum(jac**2, axis=0), _separated(jac, spans, self.precision)
 
         def strip(carry, i):
             out, squares = carry
             first = i * inner
-            squares, (along, rest) = lax.scan(kept, squares, first + jnp.arange(inner))
+            squares, (along, rest) = lax.scan(row_block, squares, first + jnp.arange(inner))
             rest = Rounded(rest.rows.reshape(inner * each, -1), rest.scale.ravel())
             own = jnp.tril(rest.by_itself(self.precision))
             out = lax.dynamic_update_slice(out, own, (first * each,) * 2)
@@ -351,8 +351,8 @@ def dual_conjugate_gradients(
 
         def turned():
             better = solve(new)
-            kept = jnp.maximum(better @ (new - r), 0) / jnp.maximum(r @ z, tiny)
-            return better, better + kept * p
+            beta = jnp.maximum(better @ (new - r), 0) / jnp.maximum(r @ z, tiny)
+            return better, better + beta * p
 
         more = (i < most) & left(x, new, w)
         z, p = lax.cond(more, turned, lambda: (z, p))

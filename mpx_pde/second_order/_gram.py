@@ -433,8 +433,8 @@ def conjugate_gradients(
         def turned():
             new = pull(b) - damping * x
             z = solve(new)
-            kept = jnp.maximum(z @ (new - s), 0) / jnp.maximum(gamma, tiny)
-            return new, z + kept * p, new @ z
+            beta = jnp.maximum(z @ (new - s), 0) / jnp.maximum(gamma, tiny)
+            return new, z + beta * p, new @ z
 
         more = (i < most) & (i.astype(total.dtype) * fell > close * total)
         s, p, gamma = lax.cond(more, turned, lambda: (s, p, gamma))

@@ -172,7 +172,7 @@ def _view(optimizer: optax.GradientTransformation, state: PyTree, model: PyTree,
     is_none = lambda x: x is None
     keep = lambda new, old: None if new is None else old
     try:
-        kept = jtu.tree_map(keep, initial, state, is_leaf=is_none)
+        merged = jtu.tree_map(keep, initial, state, is_leaf=is_none)
     except ValueError:  # the state belongs to something else; Optax raises the error
         return plain
 
@@ -180,7 +180,7 @@ def _view(optimizer: optax.GradientTransformation, state: PyTree, model: PyTree,
         choose = lambda like, new, old: old if like is None else new
         return jtu.tree_map(choose, initial, new, state, is_leaf=is_none)
 
-    return _View(floating, kept, grads, restore)
+    return _View(floating, merged, grads, restore)
 
 
 def _check_hyperparameters(state: PyTree) -> None:
@@ -326,15 +326,15 @@ def optimizer_update(
 
     def step(grads, extra_args):
         # Widen all three or none: some optimizers branch on the device, and branches must agree.
-        kept = view.state, view.params
+        before = view.state, view.params
         # Widen leaf by leaf: a half array inside of a `FullPrecision` is narrow as well.
-        grads, wide = jtu.tree_map(widen, (grads, kept))
-        state, masters = wide if narrow else kept
+        grads, wide = jtu.tree_map(widen, (grads, before))
+        state, masters = wide if narrow else before
         # Optax relies on the standard promotion of dtypes.
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             update = partial(optimizer.update, **extra_args)
             if looks:
-                _warn_of_dtypes(update, (view.grads, *kept), (grads, state, masters))
+                _warn_of_dtypes(update, (view.grads, *before), (grads, state, masters))
             with _naming_a_state_of_another(optimizer, view):
                 updates, new_state = update(grads, state, masters)
             updates = jtu.tree_map(lambda u, p: None if p is None else u, updates, floating)
