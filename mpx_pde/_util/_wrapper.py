@@ -88,9 +88,9 @@ def of_some(fun: Callable, args: Sequence[Any], places: Sequence[int]) -> Callab
     """Turns a function of `args` into a function of only those at the `places`."""
 
     def some(*parts: Any) -> Any:
-        full = list(args)
+        every = list(args)
         for i, x in zip(places, parts, strict=True):
-            full[i] = x
-        return fun(*full)
+            every[i] = x
+        return fun(*every)
 
     return some

@@ -33,7 +33,7 @@ _STACKED = 9
 many rows then replaces many products, and the program does not grow with the summands."""
 
 
-def _in_full() -> Forward | None:
+def _full_forward() -> Forward | None:
     """Returns the `Forward` of the loss if its forward pass has another precision than its backward
     pass, and `None` otherwise.
     """
@@ -45,7 +45,7 @@ def _multiplies_tensorfloat32() -> bool:
     """Returns whether derivatives in float32 multiply in TF32. The engine takes the highest
     precision unless TF32 is requested.
     """
-    forward = _in_full()
+    forward = _full_forward()
     if forward is not None:
         return forward.precision == "tensorfloat32"
     return matmul_precision() is not None and tensorfloat32_by_default()
@@ -210,12 +210,12 @@ class Evaluation:
 
     def _scales(self, dtype: np.dtype) -> dict[Index, tuple[Array, Array]]:
         scaling = self._scaling
-        if scaling is None and dtype == jnp.float16 and not _in_full():
+        if scaling is None and dtype == jnp.float16 and not _full_forward():
             order = max((n for _, n in self._requested()), default=0)
             note_unscaled(order)
         if scaling is None or dtype != jnp.float16 or not scaling.active:
             return {}
-        if _in_full():
+        if _full_forward():
             return self._scales_of_seeds(scaling)
         strategy = scaling.strategy
         exponents = {i: self._exponent(scaling, i) for i in self._plan.indices}
@@ -368,7 +368,7 @@ class Evaluation:
         scaling = self._scaling
         assert scaling is not None
         counts = jnp.stack([scaling.counts[row] for row in rows.values()])
-        seen, forward = size, _in_full()
+        seen, forward = size, _full_forward()
         if scaling.active:
             shifts = scaling.strategy.shifts(scaling.exponents, [*rows.values()])
             seen = size * power_of_two(shifts).astype(x.dtype)

@@ -161,9 +161,9 @@ hard_clip = safe(_hard_clip)
 def sigma_clip(x: Float[Array, "channels *grid"]) -> Float[Array, "channels *grid"]:
     """Clips each channel to two standard deviations around its mean."""
     grid = tuple(range(1, x.ndim))
-    full = lax.stop_gradient(widen(x))
-    mean = jnp.mean(full, axis=grid, keepdims=True)
-    deviation = jnp.sqrt(jnp.mean((full - mean) ** 2, axis=grid, keepdims=True))
+    wide = lax.stop_gradient(widen(x))
+    mean = jnp.mean(wide, axis=grid, keepdims=True)
+    deviation = jnp.sqrt(jnp.mean((wide - mean) ** 2, axis=grid, keepdims=True))
     return jnp.clip(widen(x), mean - 2 * deviation, mean + 2 * deviation).astype(x.dtype)
 
 

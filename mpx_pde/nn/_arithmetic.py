@@ -78,16 +78,16 @@ def centered(
     `(y, mean, unscale)` such that `x` is `mean + unscale * y`. An `unscale` of `None` means 1.
     """
     grid = tuple(range(1, x.ndim))
-    full = x.astype(jnp.float32)
-    mean = jnp.mean(full, axis=grid, keepdims=True)
-    full = full - mean
+    wide = x.astype(jnp.float32)
+    mean = jnp.mean(wide, axis=grid, keepdims=True)
+    wide = wide - mean
     unscale = None
     if dtype == jnp.float16 and x.dtype != jnp.float16:
-        largest = lax.stop_gradient(jnp.max(jnp.abs(full)))
+        largest = lax.stop_gradient(jnp.max(jnp.abs(wide)))
         excess = jnp.maximum(jnp.frexp(largest)[1] - 15, 0)
-        full = full * jnp.ldexp(jnp.ones_like(largest), -excess)
+        wide = wide * jnp.ldexp(jnp.ones_like(largest), -excess)
         unscale = jnp.ldexp(jnp.ones_like(largest), excess)
-    return full.astype(dtype), jnp.squeeze(mean, grid), unscale
+    return wide.astype(dtype), jnp.squeeze(mean, grid), unscale
 
 
 def separate(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:

@@ -75,8 +75,8 @@ def _dot(x, y, *, dimension_numbers, dtype, out_dtype, out_sharding, given, algo
     x, y = (lax.convert_element_type(z, dtype) for z in (x, y))
     shapes = x.shape, y.shape
     if known and _is_by_vector(x, y, dimension_numbers):
-        full = {"precision": lax.Precision.HIGHEST, "preferred_element_type": dtype}
-        out = product(x, y, **full)
+        highest = {"precision": lax.Precision.HIGHEST, "preferred_element_type": dtype}
+        out = product(x, y, **highest)
     elif on_cpu:
         out = split_product(product, x, y, algorithm)
     elif on_gpu and algorithm == IN_HALVES and is_taken_by_halves(*shapes, ndim=2):

@@ -222,7 +222,7 @@ def _moving(eqn: JaxprEqn, args: Sequence, moving: Sequence[int]) -> Callable[..
     """Returns the equation as a function of its `moving` operands. The custom rule of the equation
     sees that the others are fixed.
     """
-    return of_some(lambda *full: own_bind(eqn, full), args, moving)
+    return of_some(lambda *operands: own_bind(eqn, operands), args, moving)
 
 
 def pushforward(eqn: JaxprEqn, moving: Sequence[int]) -> ClosedJaxpr:
@@ -259,10 +259,10 @@ def pullback(eqn: JaxprEqn, moving: Sequence[int]) -> tuple[ClosedJaxpr, Callabl
     residuals = forward_jaxpr.out_avals[len(eqn.outvars) :]
 
     def backward(residuals, cotangents):
-        full = [np.zeros(aval_of(v).shape, jax.dtypes.float0) for v in eqn.outvars]
+        every = [np.zeros(aval_of(v).shape, jax.dtypes.float0) for v in eqn.outvars]
         for i, ct in zip(live, cotangents, strict=True):
-            full[i] = ct
-        return jax.tree.unflatten(treedef, residuals)(full)
+            every[i] = ct
+        return jax.tree.unflatten(treedef, residuals)(every)
 
     def backward_jaxpr():
         return jax.make_jaxpr(backward)(residuals, [eqn.outvars[i].aval for i in live])

@@ -114,12 +114,12 @@ def _of_numbers(report: PrecisionReport) -> list[ProductRow]:
 
 
 def _text(report: PrecisionReport, dtype: np.dtype, advice: str, instead: str) -> str:
-    full = next(row for row in _of_numbers(report) if not row.half)
+    row = next(x for x in _of_numbers(report) if not x.half)
     count = sum(row.count for row in _of_numbers(report))
     return (
         f"`{called()}` was asked for {dtype.name}, but {100 * _castable(report):.0f}% of the work "
-        f"of its {count} products is done in half precision. Most of the rest is {full.dtype}, at "
-        f"{full.line}. {advice} `mpx.precision_report` lists all products. "
+        f"of its {count} products is done in half precision. Most of the rest is {row.dtype}, at "
+        f"{row.line}. {advice} `mpx.precision_report` lists all products. "
         f"If float32 is meant, pass `{instead}` or filter `mpx.PrecisionWarning`."
     )
 

@@ -87,12 +87,12 @@ def _fix(row: Row, report: RangeReport, name: str) -> str:
             "fall by themselves and which `mpx.initial_scaling` finds before the first step. If "
             f"it has them, or the output itself overflows, {smaller}"
         )
-    full = (
+    wrapper = (
         "`mpx.force_full_precision(f, jnp.float32)` around the function that calls it, or "
         "`mpx.FullPrecision(layer, out_dtype='float32')` around its layer"
     )
     if (primitive, row.layer, row.cast_of) == ("convert_element_type", "mpx_pde", ""):
-        return f"A function in full precision returns half there: {full} returns float32."
+        return f"A function in full precision returns half there: {wrapper} returns float32."
     if ours and (mixed or primitive in tables.MIXED):
         # These set their precision themselves.
         return (
@@ -110,7 +110,7 @@ def _fix(row: Row, report: RangeReport, name: str) -> str:
     if primitive in tables.FULL:
         return (
             "`mpx.autocast` keeps it in float32 by itself (`mpx.filter_grad(..., "
-            f"autocast=True)`). When whole models are cast, keep it in float32 with {full}."
+            f"autocast=True)`). When whole models are cast, keep it in float32 with {wrapper}."
         )
     if primitive == "convert_element_type" and not row.scope:
         # Autocast delays the program's own casts, so no override can name them.
@@ -160,7 +160,7 @@ def _not_finite(report: RangeReport, harmless: bool) -> str | None:
                 f"The input at {row.line} is beyond float32, in which JAX holds it ({_size(row)}). "
                 "Change its units, or set `jax_enable_x64`."
             )
-    in_full = (
+    advice = (
         'Keep that layer in float32 (`mpx.FullPrecision`), or the whole model (`forward="float32"` '
         "or `autocast=True` in `mpx.filter_grad`), or use bfloat16."
     )
@@ -179,7 +179,7 @@ def _not_finite(report: RangeReport, harmless: bool) -> str | None:
             return (
                 f"It is {first}, {held} holds as float16. There a number below 2^-24 is "
                 "zero, such as an epsilon, since JAX gives numbers of Python the dtype of the "
-                f"array that they meet. {in_full} If it is so already, or does not help, {look}"
+                f"array that they meet. {advice} If it is so already, or does not help, {look}"
             )
         return f"float32 itself is {first}. More precision does not help: {look}"
     if given:
@@ -194,7 +194,7 @@ def _not_finite(report: RangeReport, harmless: bool) -> str | None:
         return (
             f"An infinity or a NaN enters at {row.where} ({percent(row.nonfinite)}) that the code "
             "holds as float16: a number above 65504 is one, since JAX gives numbers of Python the "
-            f"dtype of the array that they meet. {in_full}"
+            f"dtype of the array that they meet. {advice}"
         )
     return (
         f"float32 itself is not finite first at {row.where} ({percent(row.nonfinite)}), out "

@@ -31,7 +31,7 @@ from ._gram import Reflector, first_leading
 from ._low_rank import LowRank, examples_at_a_time
 from ._primal import Primal
 from ._residuals import Linearized, Residuals
-from ._search import Damping, Search, System, in_full
+from ._search import Damping, Search, System, at_highest_precision
 
 
 _FORWARDS = ("float32", "float64")
@@ -313,7 +313,7 @@ class LevenbergMarquardt(eqx.Module):
         system = self._system(choice.method, at, state)
         rule = Damping(self.min_damping, self.max_damping)
         search = Search.begun(at, system, rule, self.acceleration)
-        after, delta = in_full(lambda: search(self._begun(state, search, choice)))
+        after, delta = at_highest_precision(lambda: search(self._begun(state, search, choice)))
         self._tell(choice, after, search.finite | ~search.evaluated)
         moved = select_tree(after.taken, at.parameters(at.start + delta), at.params)
         alike = lambda x, y: convert(x, x.dtype, getattr(y, "weak_type", False))

@@ -168,7 +168,7 @@ class Search:
         return along, bent
 
 
-def in_full(fun: Callable[[], Any]) -> Any:
+def at_highest_precision(fun: Callable[[], Any]) -> Any:
     """Calls `fun` with products at the highest precision and the standard rules of promotion."""
     with (
         jax.default_matmul_precision("highest"),
