@@ -12,9 +12,10 @@ import platform
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -38,7 +39,8 @@ FLOAT32 = 2.0**-19
 """The tolerance of float32: sums of a few hundred terms, in any order."""
 
 
-class Check(NamedTuple):
+@dataclass(frozen=True)
+class Check:
     """A comparison of a device with the host.
 
     **Attributes:**
@@ -54,7 +56,8 @@ class Check(NamedTuple):
     tolerance: float
 
 
-class Result(NamedTuple):
+@dataclass(frozen=True)
+class Result:
     """What a check found: its error, or NaN and the `problem` that ended it."""
 
     check: Check
@@ -225,7 +228,8 @@ def _operator(model: Any, batch: Any) -> Any:
     return jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2)
 
 
-class Way(NamedTuple):
+@dataclass(frozen=True)
+class Way:
     """A way to compute a gradient, and its tolerance for a network of a few layers."""
 
     half: str

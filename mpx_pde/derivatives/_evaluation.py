@@ -4,6 +4,7 @@ import functools as ft
 import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import CellType
 from typing import Any, NamedTuple
 
@@ -51,7 +52,8 @@ def _multiplies_tensorfloat32() -> bool:
     return matmul_precision() is not None and tensorfloat32_by_default()
 
 
-class Summand(NamedTuple):
+@dataclass(frozen=True)
+class Summand:
     """A derivative in a sum.
 
     **Attributes:**
@@ -64,7 +66,8 @@ class Summand(NamedTuple):
     factor: Any = 1.0
 
 
-class Sum(NamedTuple):
+@dataclass(frozen=True)
+class Sum:
     """A linear combination of derivatives, which is propagated as a whole.
 
     **Attributes:**
@@ -83,7 +86,8 @@ class Sum(NamedTuple):
     order: int = 0
 
 
-class _Asked(NamedTuple):
+@dataclass(frozen=True)
+class _Asked:
     """A result: its name, its stream (`()` for the value), its output, and its histogram rows."""
 
     name: str
@@ -92,7 +96,8 @@ class _Asked(NamedTuple):
     rows: tuple[int, ...]
 
 
-class Direction(NamedTuple):
+@dataclass(frozen=True)
+class Direction:
     """A coordinate, several stacked coordinates, or the drawn directions of a sum, given by its
     key. Seeds with a `row` are those of this row alone."""
 
@@ -309,10 +314,10 @@ class Evaluation:
         self._warn_of_no_curvature()
         zero, streams = jnp.zeros_like(value), {**streams, (): value}
         found = {x.name: streams.get(x.key, zero)[x.output] for x in self._asked}
-        beyond = {name: blamed[key] for name, key, *_ in self._asked if key in blamed}
+        beyond = {x.name: blamed[x.key] for x in self._asked if x.key in blamed}
         # Counts all of them at once, and those with several rows once more for each further row.
         for k in range(max((len(asked.rows) for asked in self._asked), default=0)):
-            counted = {name: rows[k] for name, _, _, rows in self._asked if len(rows) > k}
+            counted = {x.name: x.rows[k] for x in self._asked if len(x.rows) > k}
             found |= self._counted(found, counted, beyond)
         return marked(found)
 

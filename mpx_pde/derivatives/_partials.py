@@ -1,5 +1,6 @@
 """Evaluates the derivatives of a network that a loss asks for, by name."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -298,7 +299,7 @@ def _sampled(found: Sum, spec, size: int, samples: int, key, replace: bool) -> S
         directions = jnp.zeros((samples, size), jnp.float32).at[:, np.array(dirs)].set(drawn)
         # The mean of the fourth derivative along these directions is three times the biharmonic.
         factors = jnp.full(samples, 1 / (3 * samples), widest)
-        return found._replace(summands=some, directions=(directions, factors), order=4)
+        return dataclasses.replace(found, summands=some, directions=(directions, factors), order=4)
     orders = {len(s.dirs) for s in found.summands}
     if len(orders) > 1 or any(len(set(s.dirs)) > 1 or callable(s.factor) for s in found.summands):
         raise ValueError(
@@ -317,4 +318,6 @@ def _sampled(found: Sum, spec, size: int, samples: int, key, replace: bool) -> S
     drawn = jax.random.choice(key, len(at), (samples,), replace=replace)
     directions = jax.nn.one_hot(at[drawn], size, dtype=jnp.float32)
     factors = factors[drawn] * (len(at) / samples)
-    return found._replace(summands=some, directions=(directions, factors), order=orders.pop())
+    return dataclasses.replace(
+        found, summands=some, directions=(directions, factors), order=orders.pop()
+    )

@@ -1,6 +1,7 @@
 """The precision in which a layer multiplies and stores, and the cast of its input."""
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +18,8 @@ from ..products._dot import mixed_dot_general, split_dot_general
 KEPT = "mpx_pde.nn: kept for the backward pass"
 
 
-class Arithmetic(NamedTuple):
+@dataclass(frozen=True)
+class Arithmetic:
     """The dtype that a layer stores between products, and how it computes products.
 
     **Attributes:**

@@ -1,7 +1,8 @@
 """A precision of the forward pass that differs from that of the backward pass."""
 
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,8 @@ def check_rung(rung: Any, name: str) -> str:
     return rung if rung == "full" else check_forward(rung)
 
 
-class Forward(NamedTuple):
+@dataclass(frozen=True)
+class Forward:
     """The precisions of a loss while it is traced: one for its forward pass and one for its
     backward pass.
 

@@ -127,7 +127,7 @@ def fold(measured: Iterable[tuple[Measured, Counts]]) -> tuple[Row, ...]:
             continue
         first = min((x for x, _ in items), key=lambda x: x.order)
         total = sum((counts for _, counts in items), Counts())
-        value = first._replace(primitive=first.site.layer, scope="", shape=())
+        value = dataclasses.replace(first, primitive=first.site.layer, scope="", shape=())
         rows.append(dataclasses.replace(make_row(value, total), operations=len(items)))
     return tuple(sorted(rows, key=lambda row: row.order))
 

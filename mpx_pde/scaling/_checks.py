@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -14,7 +15,8 @@ from .._util._repr import in_a_line
 from .._util._wrapper import unfit_signature
 
 
-class Term(NamedTuple):
+@dataclass(frozen=True)
+class Term:
     """A derivative: its name, its output, and its directions (sorted)."""
 
     name: str

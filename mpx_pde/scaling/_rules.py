@@ -6,7 +6,8 @@ histograms.
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -32,7 +33,8 @@ _BELOW, _FINE, _FULL, _NEAR, _LOST = (1 << i for i in range(5))
 the next step of the scale brings them near overflow; near overflow; not finite."""
 
 
-class Rule(NamedTuple):
+@dataclass(frozen=True)
+class Rule:
     """The constants of an update rule."""
 
     step: int

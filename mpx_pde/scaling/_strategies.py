@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement, permutations
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +28,8 @@ _LOW = -8
 digits. Values down to 2^-5 keep theirs at this exponent."""
 
 
-class HistogramRow(NamedTuple):
+@dataclass(frozen=True)
+class HistogramRow:
     """A row of the histogram, for the derivatives that are scaled alike."""
 
     name: str

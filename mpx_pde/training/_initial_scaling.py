@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -114,7 +114,7 @@ class NoScaleError(ValueError):
     """Raised when no scale makes a gradient finite."""
 
 
-class _Evaluated(NamedTuple):
+class _Evaluated(eqx.Module):
     """The gradient at one scaling, and whether it is finite."""
 
     fixable: Bool[Array, ""]
@@ -337,7 +337,8 @@ def _in_range(
     return taken
 
 
-class _Scale(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Scale:
     """A scale that may change, and its bounds, as exponents of two."""
 
     exponent: int

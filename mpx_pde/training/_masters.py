@@ -6,7 +6,8 @@ which are implemented here. Stochastic rounding is right on average. Kahan's sum
 rounding took off. With either, half-precision arrays of the optimizer state are rounded at random.
 """
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -141,7 +142,8 @@ def _overflows(new: Float32[Array, "*shape"], dtype: Any) -> Bool[Array, "*shape
     return jnp.isfinite(new) & (jnp.abs(new) >= most)
 
 
-class Noise(NamedTuple):
+@dataclass(frozen=True)
+class Noise:
     """The random numbers of one step.
 
     Inside `jax.shard_map`, copies of an array must be rounded alike, and the parts of a split array

@@ -4,8 +4,9 @@ import difflib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -135,7 +136,8 @@ def _warn_of_dtypes(update: Callable, given: tuple, wide: tuple) -> None:
         )
 
 
-class _View(NamedTuple):
+@dataclass(frozen=True)
+class _View:
     """The parameters, state and gradients that the optimizer sees."""
 
     params: PyTree

@@ -22,7 +22,9 @@ _SCALERS = (AbstractLossScaling, DerivativeScaling, PrecisionLadder)
 
 def _plain(value: Any) -> Any:
     """Converts a static field to a JSON value that is the same in every process."""
-    if hasattr(value, "_asdict"):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {x.name: getattr(value, x.name) for x in dataclasses.fields(value)}
+    elif hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, np.generic | np.ndarray):
         value = value.tolist()
