@@ -306,14 +306,14 @@ def run(check: Check) -> Result:
 def header() -> str:
     """Returns the versions and the devices."""
     packages = ("mpx-pde", "jax", "jaxlib", "equinox", "optax", "numpy")
-    found = []
+    versions = []
     for package in packages:
         with contextlib.suppress(PackageNotFoundError):
-            found.append(f"{package} {version(package)}")
+            versions.append(f"{package} {version(package)}")
     plugins = getattr(jax.devices()[0].client, "platform_version", "").splitlines()
     kinds = ", ".join(dict.fromkeys(d.device_kind for d in jax.devices()))
     lines = [
-        f"Python {platform.python_version()}, {', '.join(found)}",
+        f"Python {platform.python_version()}, {', '.join(versions)}",
         f"{jax.default_backend()}: {len(jax.devices())} × {kinds}; {' '.join(plugins)}",
     ]
     return "\n".join(lines)

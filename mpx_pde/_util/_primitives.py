@@ -18,8 +18,8 @@ from ._in_jax import IN_JAX
 def present(bind: Callable, xs: Sequence[Any], absent: Callable[[int], Any]) -> list[Any]:
     """Binds those of `xs` that are not symbolic zeros; `absent` makes the others by place."""
     places = [i for i, x in enumerate(xs) if not isinstance(x, ad.Zero)]
-    found = iter(bind(*(xs[i] for i in places)) if places else ())
-    return [next(found) if i in places else absent(i) for i in range(len(xs))]
+    results = iter(bind(*(xs[i] for i in places)) if places else ())
+    return [next(results) if i in places else absent(i) for i in range(len(xs))]
 
 
 def keep_used(used: Sequence[bool], *given: Any) -> tuple[list[bool], Any]:

@@ -130,9 +130,9 @@ class Derivative:
                 several = [tree((*chosen, i), left[1:]) for i in _indices(left[0])]
                 return tuple(several) if isinstance(left[0], tuple) else several[0]
             entries = itertools.product(range(count), *(places[i] for i in chosen))
-            found = [values[terms[output, tuple(sorted(dirs))].name] for output, *dirs in entries]
+            parts = [values[terms[output, tuple(sorted(dirs))].name] for output, *dirs in entries]
             shape_of = *shape, *(n for i in chosen for n in args[i].shape)
-            return jnp.stack(found).reshape(shape_of) if found else jnp.zeros(shape_of, dtype)
+            return jnp.stack(parts).reshape(shape_of) if parts else jnp.zeros(shape_of, dtype)
 
         return tree((), self.taken)
 
@@ -187,9 +187,9 @@ class Derivative:
         others = self._of_scaling(args, used, places, known) or {}
         given = set(names.values())
         names |= {i: name for i, name in others.items() if i not in names and name not in given}
-        found = tuple(names[i] for i in everything if i in names)
-        self._named(what, found or known, "x", len(everything))
-        return coords_of(found)
+        ordered = tuple(names[i] for i in everything if i in names)
+        self._named(what, ordered or known, "x", len(everything))
+        return coords_of(ordered)
 
     def _of_scaling(
         self,

@@ -313,13 +313,13 @@ class Evaluation:
         blamed = self._blamed(lost)
         self._warn_of_no_curvature()
         zero, streams = jnp.zeros_like(value), {**streams, (): value}
-        found = {x.name: streams.get(x.key, zero)[x.output] for x in self._asked}
+        derivatives = {x.name: streams.get(x.key, zero)[x.output] for x in self._asked}
         beyond = {x.name: blamed[x.key] for x in self._asked if x.key in blamed}
         # Counts all of them at once, and those with several rows once more for each further row.
         for k in range(max((len(asked.rows) for asked in self._asked), default=0)):
             counted = {x.name: x.rows[k] for x in self._asked if len(x.rows) > k}
-            found |= self._counted(found, counted, beyond)
-        return marked(found)
+            derivatives |= self._counted(derivatives, counted, beyond)
+        return marked(derivatives)
 
     def _warn_of_no_curvature(self) -> None:
         """Issues a warning if derivatives of order 2 or higher are asked of a network whose
@@ -354,12 +354,12 @@ class Evaluation:
         return out
 
     def _counted(
-        self, found: dict[str, Array], rows: dict[str, int], lost: dict[str, Array]
+        self, derivatives: dict[str, Array], rows: dict[str, int], lost: dict[str, Array]
     ) -> dict[str, Array]:
         """Counts derivatives in one histogram, each at the scale of its row. A derivative counts as
         an overflow if a stream that leads to it is `lost`.
         """
-        x = jnp.stack([found[name] for name in rows])
+        x = jnp.stack([derivatives[name] for name in rows])
         if jnp.iscomplexobj(x):
             # The larger part is counted, with the real part.
             real, larger = jnp.real(x), jnp.maximum(jnp.abs(jnp.real(x)), jnp.abs(jnp.imag(x)))

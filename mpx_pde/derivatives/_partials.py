@@ -207,7 +207,7 @@ def linear_operator(
         count = check_integer(samples, "samples")
         check_key(key)
         keys = iter(jax.random.split(key, len(operators)))
-        draw = lambda found, spec, size: _sampled(found, spec, size, count, next(keys), replace)
+        draw = lambda total, spec, size: _sampled(total, spec, size, count, next(keys), replace)
     return _evaluation(fun, operators, terms, coords, outputs, coords, scaling, dtype, draw)
 
 
@@ -250,8 +250,8 @@ def _evaluation(
             strategy, named = scaling.strategy, [[coords[i] for i in s.dirs] for s in summands]
             strategy.check_coords(dict.fromkeys(itertools.chain(*named)))
             rows = strategy.sum_rows(named, spec == "laplacian")
-        found = Sum(name, summands, rows)
-        sums.append(found if draw is None else draw(found, spec, len(coords)))
+        total = Sum(name, summands, rows)
+        sums.append(total if draw is None else draw(total, spec, len(coords)))
     return Evaluation(fun, coords, outputs, parsed, sums, scaling, dtype)
 
 
@@ -271,53 +271,53 @@ def _summands(
     out: dict[tuple[int, ...], Any] = {}
     for derivative, factor in spec.items():
         if isinstance(derivative, str):
-            found = split_names(derivative, coords)
+            index = split_names(derivative, coords)
         else:
             known = all(c in coords for c in derivative)
-            found = tuple(coords.index(c) for c in derivative) if known else None
-        if not found:
+            index = tuple(coords.index(c) for c in derivative) if known else None
+        if not index:
             raise ValueError(
                 f"`{called()}` cannot read {derivative!r} in the operator {name!r} as a sequence "
                 f"of coordinates. The coordinates are {', '.join(coords)}; an operator applies to "
                 "all outputs, and names none: 'xx', not 'u_xx'."
             )
-        found = tuple(sorted(found))
-        if found in out:
+        index = tuple(sorted(index))
+        if index in out:
             raise ValueError(f"`{called()}` got the derivative {derivative!r} twice in {name!r}.")
-        out[found] = factor if callable(factor) else check_factor(factor, name)
+        out[index] = factor if callable(factor) else check_factor(factor, name)
     return tuple(Summand(d, f) for d, f in out.items())
 
 
-def _sampled(found: Sum, spec, size: int, samples: int, key, replace: bool) -> Sum:
+def _sampled(total: Sum, spec, size: int, samples: int, key, replace: bool) -> Sum:
     """Replaces a sum by one over randomly drawn directions."""
-    some = found.summands[:1] * samples
+    some = total.summands[:1] * samples
     # The network may be in float64.
     widest = jax.dtypes.canonicalize_dtype("float64")
     if isinstance(spec, str) and spec == "biharmonic":
-        dirs = sorted({i for s in found.summands for i in s.dirs})
+        dirs = sorted({i for s in total.summands for i in s.dirs})
         drawn = jax.random.normal(key, (samples, len(dirs)), jnp.float32)
         directions = jnp.zeros((samples, size), jnp.float32).at[:, np.array(dirs)].set(drawn)
         # The mean of the fourth derivative along these directions is three times the biharmonic.
         factors = jnp.full(samples, 1 / (3 * samples), widest)
-        return dataclasses.replace(found, summands=some, directions=(directions, factors), order=4)
-    orders = {len(s.dirs) for s in found.summands}
-    if len(orders) > 1 or any(len(set(s.dirs)) > 1 or callable(s.factor) for s in found.summands):
+        return dataclasses.replace(total, summands=some, directions=(directions, factors), order=4)
+    orders = {len(s.dirs) for s in total.summands}
+    if len(orders) > 1 or any(len(set(s.dirs)) > 1 or callable(s.factor) for s in total.summands):
         raise ValueError(
             f"`{called()}` draws samples of 'laplacian', 'biharmonic', and pure derivatives of one "
             "order with constant factors, such as 'xxx' in every coordinate, but "
-            f"{found.name!r} has others, or functions of the point. Take those as an operator or "
+            f"{total.name!r} has others, or functions of the point. Take those as an operator or "
             "a term of their own, without `samples`."
         )
-    if not replace and samples > len(found.summands):
+    if not replace and samples > len(total.summands):
         raise ValueError(
-            f"`{called()}` cannot draw {samples} of {len(found.summands)} summands of "
-            f"{found.name!r} without replacement. Take fewer `samples`, or `replace=True`."
+            f"`{called()}` cannot draw {samples} of {len(total.summands)} summands of "
+            f"{total.name!r} without replacement. Take fewer `samples`, or `replace=True`."
         )
-    factors = jnp.asarray([s.factor for s in found.summands], widest)
-    at = jnp.array([s.dirs[0] for s in found.summands])
+    factors = jnp.asarray([s.factor for s in total.summands], widest)
+    at = jnp.array([s.dirs[0] for s in total.summands])
     drawn = jax.random.choice(key, len(at), (samples,), replace=replace)
     directions = jax.nn.one_hot(at[drawn], size, dtype=jnp.float32)
     factors = factors[drawn] * (len(at) / samples)
     return dataclasses.replace(
-        found, summands=some, directions=(directions, factors), order=orders.pop()
+        total, summands=some, directions=(directions, factors), order=orders.pop()
     )

@@ -70,8 +70,8 @@ def _public_name(fun: Callable) -> tuple[str, str] | None:
     """Returns the module and the name by which JAX offers a function; `None` for others."""
     name = getattr(fun, "__name__", None)
     modules = ("jax.numpy", "jax.nn", "jax.lax", "jax.scipy.special")
-    found = (m for m in modules if getattr(importlib.import_module(m), str(name), None) is fun)
-    module = next(found, None)
+    matches = (m for m in modules if getattr(importlib.import_module(m), str(name), None) is fun)
+    module = next(matches, None)
     return None if name is None or module is None else (module, name)
 
 

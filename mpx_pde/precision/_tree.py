@@ -129,8 +129,8 @@ def first_difference(wanted: PyTree, given: PyTree) -> str | None:
     describe = lambda x: f"{x.dtype}{[*x.shape]}" if hasattr(x, "shape") else repr(x)
 
     def leaves(tree):
-        found = jtu.tree_leaves_with_path(tree, is_leaf=lambda x: x is None)
-        return {jtu.keystr(path): describe(x) for path, x in found}
+        pairs = jtu.tree_leaves_with_path(tree, is_leaf=lambda x: x is None)
+        return {jtu.keystr(path): describe(x) for path, x in pairs}
 
     should, has = leaves(wanted), leaves(given)
     for path in dict.fromkeys([*should, *has]):

@@ -118,9 +118,9 @@ def batch_behind(x: Array, axis: int = 0) -> Array:
 
 def _transpose_shared(cotangents, x, *, count):
     del count
-    found = [c for c in cotangents if not isinstance(c, ad.Zero)]
+    nonzero = [c for c in cotangents if not isinstance(c, ad.Zero)]
     # XLA accumulates the product that comes first in a sum.
-    return [ft.reduce(lambda total, c: c + total, found[::-1]) if found else ad.Zero(x.aval)]
+    return [ft.reduce(lambda total, c: c + total, nonzero[::-1]) if nonzero else ad.Zero(x.aval)]
 
 
 def _barrier(*xs):

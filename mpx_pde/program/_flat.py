@@ -158,10 +158,10 @@ def _named(eqn: JaxprEqn, inputs: list) -> tuple[JaxprEqn, list]:
         options = {k: params[k] for k in (*names, "window_dilation")}
         return lax.reduce_window(x, first, _MONOIDS[ops[0][0]], **options)
 
-    found = jax.make_jaxpr(again)(x.aval).jaxpr.eqns
-    if len(found) != 1 or found[0].primitive.name == name:
+    traced = jax.make_jaxpr(again)(x.aval).jaxpr.eqns
+    if len(traced) != 1 or traced[0].primitive.name == name:
         return eqn, inputs
-    new = eqn.replace(primitive=found[0].primitive, params=found[0].params, invars=eqn.invars[:1])
+    new = eqn.replace(primitive=traced[0].primitive, params=traced[0].params, invars=eqn.invars[:1])
     return new, inputs[:1]
 
 

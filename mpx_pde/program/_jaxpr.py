@@ -49,8 +49,8 @@ def bodies_of(eqn: JaxprEqn) -> list[ClosedJaxpr]:
     """Returns the jaxprs inside an equation that [`rebind`][] can enter, in its order."""
     if not is_container(eqn):
         return []
-    found = [eqn.params[name] for name in _BODIES if name in eqn.params]
-    return [close(x) for x in jax.tree.leaves(found)]
+    bodies = [eqn.params[name] for name in _BODIES if name in eqn.params]
+    return [close(x) for x in jax.tree.leaves(bodies)]
 
 
 def is_container(eqn: JaxprEqn) -> bool:

@@ -100,11 +100,11 @@ def site_of(eqn: JaxprEqn, outer: Site = NOWHERE) -> Site:
     # `"mpx_pde"` stands for an unknown part of the library and names no layer.
     named = outer.layer if outer.layer != "mpx_pde" else ""
     layer, inside = named or _layer(ours) or outer.layer, inside or outer.inside
-    found = outer._replace(layer=layer, backward=backward, inside=inside)
+    site = outer._replace(layer=layer, backward=backward, inside=inside)
     if outer.users or not libraries:
-        return found
+        return site
     others = [line for line in libraries if not line.startswith(_EQUINOX)]
-    return found._replace(line=next(iter(others or libraries)))
+    return site._replace(line=next(iter(others or libraries)))
 
 
 def line_of(eqn: JaxprEqn, around: Sequence[JaxprEqn] = ()) -> str:

@@ -215,11 +215,11 @@ class Counter:
                     avals = [aval_of(v) for v in eqn.outvars]
                     self.kept += sum(_number(x.shape) * x.dtype.itemsize for x in avals)
                 if eqn.primitive.name in _PRODUCTS:
-                    found = [self._product(eqn)]
+                    pairs = [self._product(eqn)]
                 else:
                     inside = jaxprs_in(eqn)
-                    found = self._inside(eqn, inside) if inside else ()
-                for product, work in found:
+                    pairs = self._inside(eqn, inside) if inside else ()
+                for product, work in pairs:
                     count, flops = total[product]
                     total[product] = Work(count + work.count, flops + work.flops)
             self._known[jaxpr] = total, self.kept - before

@@ -153,10 +153,10 @@ def _warn_of_phases(gradient: Any, closed: ClosedJaxpr) -> None:
 
 def _warn_of_functions(closed: ClosedJaxpr) -> None:
     """Warns of functions of JAX whose own arithmetic fails in half precision."""
-    found = fragile_calls(closed)
-    if found:
-        line, name, dtype, reason = found[0]
-        more = f" {len(found) - 1} other calls are alike." if found[1:] else ""
+    calls = fragile_calls(closed)
+    if calls:
+        line, name, dtype, reason = calls[0]
+        more = f" {len(calls) - 1} other calls are alike." if calls[1:] else ""
         warn_user(
             f"`{called()}`: {line} calls `{name}` in {dtype}: {reason}.{more} Cast its "
             "arguments by `astype(jnp.float32)`, or pass `forward='float32'` or `autocast=True`. "
@@ -167,9 +167,9 @@ def _warn_of_functions(closed: ClosedJaxpr) -> None:
 def _warn_of_differences(gradient: Any, closed: ClosedJaxpr) -> None:
     """Warns of differences that magnify the rounding of what half products computed."""
     half = gradient.mode.dtype.name
-    if found := magnified_differences(closed, half):
-        line, what, nodes = found[0]
-        more = f" {len(found) - 1} other lines are alike." if found[1:] else ""
+    if differences := magnified_differences(closed, half):
+        line, what, nodes = differences[0]
+        more = f" {len(differences) - 1} other lines are alike." if differences[1:] else ""
         warn_user(
             f"`{called()}`: {line} {what} values at {nodes:,} nodes that products of {half} "
             f"computed.{more} Second differences magnify their rounding, relative to the result, "
@@ -232,8 +232,8 @@ def _warn_of_states(gradient: Any, args: tuple, program: Program) -> None:
         pairs = zip(paths, jtu.tree_leaves(narrow), strict=True)
         lost = [eqx.is_array(x) and _digits(y) < _digits(x) for (_, x), y in pairs]
         is_alike = ft.partial(_has_structure, structure)
-        for found in filter(is_alike, jtu.tree_leaves(aux, is_alike) if any(lost) else ()):
-            places = zip(paths, jtu.tree_leaves(found), lost, strict=True)
+        for state in filter(is_alike, jtu.tree_leaves(aux, is_alike) if any(lost) else ()):
+            places = zip(paths, jtu.tree_leaves(state), lost, strict=True)
             pairs = [(number[id(x)], y) for (_, x), y, is_lost in places if is_lost]
             arrays = all(isinstance(y, _Place) for _, y in pairs)
             if arrays and _computed_of(closed, [(j, y.index) for j, y in pairs]):
@@ -271,6 +271,6 @@ def _computed_of(closed: ClosedJaxpr, pairs: Sequence[tuple[int, int]]) -> bool:
     for step in flat.steps:
         if step.name == "convert_element_type":
             same.update((step.outputs[0], same[x]) for x in step.variables if x in same)
-    found = [(flat.inputs[i], flat.outputs[j]) for i, j in pairs]
-    results = [(k, x) for k, x in found if x in dependent(flat, [k])]
-    return len(results) == len(found) and any(same.get(x) != k for k, x in results)
+    carried = [(flat.inputs[i], flat.outputs[j]) for i, j in pairs]
+    results = [(k, x) for k, x in carried if x in dependent(flat, [k])]
+    return len(results) == len(carried) and any(same.get(x) != k for k, x in results)

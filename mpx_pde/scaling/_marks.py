@@ -46,9 +46,9 @@ def collecting(fun: Callable) -> Callable[..., tuple[Any, dict[str, Array]]]:
     def call(*args: Any, **kwargs: Any) -> tuple[Any, dict[str, Array]]:
         with setting_with(marks=True):
             closed, leaves, assemble = trace_arrays(fun, args, kwargs)
-        found: dict[str, list[Array]] = {}
-        out = _collect(closed, [x for _, x in leaves], found)
-        return assemble(out), {name: _joined(parts) for name, parts in found.items()}
+        collected: dict[str, list[Array]] = {}
+        out = _collect(closed, [x for _, x in leaves], collected)
+        return assemble(out), {name: _joined(parts) for name, parts in collected.items()}
 
     return call
 
@@ -63,16 +63,16 @@ def _joined(parts: list[Array]) -> Array:
 _ENTERED = tables.CALLS | tables.OF_REVERSE_MODE | tables.PUSHES
 
 
-def _collect(closed: ClosedJaxpr, operands: Sequence, found: dict[str, list[Array]]) -> list:
-    """Evaluates a jaxpr, and adds the marked values in it to `found` by their names."""
+def _collect(closed: ClosedJaxpr, operands: Sequence, collected: dict[str, list[Array]]) -> list:
+    """Evaluates a jaxpr, and adds the marked values in it to `collected` by their names."""
 
     def evaluate(_: int, eqn: JaxprEqn, args: list) -> Sequence:
         if eqn.primitive.name == "name" and eqn.params["name"].startswith(_MARK):
-            found.setdefault(eqn.params["name"].removeprefix(_MARK), []).append(args[0])
+            collected.setdefault(eqn.params["name"].removeprefix(_MARK), []).append(args[0])
             return args
         with in_context_of(eqn):
             if eqn.primitive.name in _ENTERED:
-                return _collect(bodies_of(eqn)[0], args, found)
+                return _collect(bodies_of(eqn)[0], args, collected)
             return own_bind(eqn, args)
 
     return walk(closed.jaxpr, closed.consts, operands, lambda atom: atom.val, evaluate)

@@ -88,10 +88,10 @@ def adjusted(
     # relative to them. A row of zeros may have underflowed as a whole.
     level = jnp.max(jnp.where(counts > 0, rule.levels, 0), axis=1)
     # A scaler for which nothing was counted has level 0: its step is not clean.
-    found = rule.of_scalers(level)
-    lost, crowded, clean = found >= _LOST, found >= _NEAR, (found > 0) & (found < _LOST)
+    bits = rule.of_scalers(level)
+    lost, crowded, clean = bits >= _LOST, bits >= _NEAR, (bits > 0) & (bits < _LOST)
     # A larger scale would save derivatives that vanish, and would bring none near overflow.
-    starved = (found < _FULL) & (found & _BELOW > 0)
+    starved = (bits < _FULL) & (bits & _BELOW > 0)
 
     interval = jnp.where(
         exponents <= rule.recover_threshold, rule.recover_growth_interval, rule.growth_interval

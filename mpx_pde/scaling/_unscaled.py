@@ -18,16 +18,16 @@ _unscaled: ContextVar[dict[str, int] | None] = ContextVar("unscaled_derivatives"
 def noting_unscaled() -> Iterator[dict[str, int]]:
     """Yields the calls in its context that take unscaled derivatives in float16 of order
     `_UNSCALED` or higher, each with its highest order."""
-    found: dict[str, int] = {}
-    token = _unscaled.set(found)
+    orders: dict[str, int] = {}
+    token = _unscaled.set(orders)
     try:
-        yield found
+        yield orders
     finally:
         _unscaled.reset(token)
 
 
 def note_unscaled(order: int) -> None:
     """Records that the called function takes unscaled derivatives in float16, up to `order`."""
-    found = _unscaled.get()
-    if found is not None and order >= _UNSCALED:
-        found[called()] = max(order, found.get(called(), 0))
+    orders = _unscaled.get()
+    if orders is not None and order >= _UNSCALED:
+        orders[called()] = max(order, orders.get(called(), 0))

@@ -42,13 +42,13 @@ class _Watch:
         if not isinstance(count, jax.Array) or isinstance(count, Tracer):
             return
         before, self.pending = self.pending, count
-        found: tuple[Any, ...] = (before, count)
+        operands: tuple[Any, ...] = (before, count)
         now = time.monotonic()
         if self.looks >= _AT_FIRST and now < self.next:
             return
         # A step that donates its arguments leaves nothing of the count before: wait for this one.
         donated = before is not None and before.is_deleted()
-        for x in found:
+        for x in operands:
             if x is None or x.is_deleted() or not (donated or x.is_ready()):
                 continue
             parts = [shard.data for shard in x.addressable_shards]

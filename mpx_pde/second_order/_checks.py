@@ -40,15 +40,15 @@ def check_parameters(model: PyTree, dtype: Any) -> None:
     """Checks that there are parameters and that they are real. Warns if some have a narrower dtype
     than the residual."""
     leaves = jtu.tree_leaves_with_path(model)
-    found = {jtu.keystr(path): x.dtype for path, x in leaves if eqx.is_inexact_array(x)}
-    if not found:
+    dtypes = {jtu.keystr(path): x.dtype for path, x in leaves if eqx.is_inexact_array(x)}
+    if not dtypes:
         raise ValueError(f"`{called()}` needs a model with floating-point arrays.")
-    if any(jnp.issubdtype(x, jnp.complexfloating) for x in found.values()):
+    if any(jnp.issubdtype(x, jnp.complexfloating) for x in dtypes.values()):
         raise ValueError(
             f"`{called()}` finds real parameters, but the model has complex arrays. Keep their "
             "real and imaginary parts in arrays of their own."
         )
-    narrow = [f"{path} ({x})" for path, x in found.items() if x.itemsize < dtype.itemsize]
+    narrow = [f"{path} ({x})" for path, x in dtypes.items() if x.itemsize < dtype.itemsize]
     if narrow:
         warn_user(
             f"`{called()}` got parameters in less than {dtype}, the precision of the residual: "

@@ -65,15 +65,15 @@ class Rounded(eqx.Module):
 
     def by(self, other: "Rounded", precision: str) -> Float[Array, "rows others"]:
         """Returns the products of these rows with others."""
-        found = product_of_rows(self.rows, other.rows, precision, self._summed)
-        found = found.astype(self.scale.dtype)
-        return found / self.scale[:, None] / other.scale[None]
+        product = product_of_rows(self.rows, other.rows, precision, self._summed)
+        product = product.astype(self.scale.dtype)
+        return product / self.scale[:, None] / other.scale[None]
 
     def by_itself(self, precision: str) -> Float[Array, "rows rows"]:
         """Returns the lower triangle of the products of these rows with each other."""
         lower = Lower.of_products(self.rows, precision, self._summed, lambda x: x, axis=1)
-        found = lower.matrix().astype(self.scale.dtype)
-        return found / self.scale[:, None] / self.scale[None]
+        product = lower.matrix().astype(self.scale.dtype)
+        return product / self.scale[:, None] / self.scale[None]
 
 
 class Kernel(eqx.Module):
@@ -249,8 +249,8 @@ class Blocks(eqx.Module):
         self, damping: Float[Array, ""], solver: Any, precision: str
     ) -> Callable[[Float[Array, " rows"]], Float[Array, " rows"]]:
         """Returns a function that solves with `J Jᵀ + damping`."""
-        found = self.others, self.coupling, self.core, self.leading
-        return in_two_blocks(*found, damping, solver, precision)
+        blocks = self.others, self.coupling, self.core, self.leading
+        return in_two_blocks(*blocks, damping, solver, precision)
 
 
 def cut(rows: int, columns: int, examples: int, precision: str) -> tuple[int, int]:

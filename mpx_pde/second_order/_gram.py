@@ -351,8 +351,8 @@ def _cholesky(
         return factor(0.0), lower
 
     def failed(carry):
-        i, _, found = carry
-        lost = ~jnp.all(jnp.isfinite(jnp.diagonal(found)))
+        i, _, factor = carry
+        lost = ~jnp.all(jnp.isfinite(jnp.diagonal(factor)))
         return (i == 0) | (i < _TRIES) & lost & jnp.all(jnp.isfinite(size))
 
     def again(carry):

@@ -163,8 +163,8 @@ class Search:
         """Returns the first and the second derivative of the residuals along `v`."""
         plan = make_plan([(0,), (0, 0)], [], (None,))
         _, streams, _ = propagate(self.at.values, self.at.start, plan, [v], [], lambda dtype: {})
-        found = (streams.get(key, jnp.zeros_like(self.r)) for key in plan.asked)
-        along, bent = (x.astype(self.r.dtype) for x in found)
+        derivatives = (streams.get(key, jnp.zeros_like(self.r)) for key in plan.asked)
+        along, bent = (x.astype(self.r.dtype) for x in derivatives)
         return along, bent
 
 

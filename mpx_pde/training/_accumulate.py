@@ -133,10 +133,10 @@ def _run(
     statics = []
 
     def body(total, batch):
-        found = gradient.evaluate((model, *whole(batch)), kwargs)
-        arrays, static = eqx.partition((found.value, found.aux), eqx.is_array)
-        statics.append((static, found.depends))
-        sums = [found.grads, found.counts]
+        evaluated = gradient.evaluate((model, *whole(batch)), kwargs)
+        arrays, static = eqx.partition((evaluated.value, evaluated.aux), eqx.is_array)
+        statics.append((static, evaluated.depends))
+        sums = [evaluated.grads, evaluated.counts]
         return jtu.tree_map(lambda t, x: t + widen(x), total, sums), arrays
 
     masters = eqx.filter(model, eqx.is_inexact_array)

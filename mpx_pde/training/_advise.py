@@ -294,13 +294,13 @@ def _measured(
             less = gradient.lower(args[0], *jtu.tree_map(first, args[1:]), **kwargs).compile()
             each = (memory - _memory(less)) / (count - count // 2)
     report = precision_report(gradient)(*args, **kwargs)
-    found = compiled(*args, **kwargs)
-    wide, grads = found if wide is None else wide, found[1]
+    result = compiled(*args, **kwargs)
+    wide, grads = result if wide is None else wide, result[1]
     pairs = list(zip(jtu.tree_leaves(grads), jtu.tree_leaves(wide[1]), strict=True))
     gone = sum(int(jnp.sum((g == 0) & (w != 0))) for g, w in pairs)
     vanished = gone / max(1, sum(int(jnp.sum(w != 0)) for _, w in pairs))
-    finite = bool(all_finite(found))
-    pairs = zip(found, wide, strict=True)
+    finite = bool(all_finite(result))
+    pairs = zip(result, wide, strict=True)
     off, error = (
         (float(relative_distance(x, y)) for x, y in pairs) if finite else [float("nan")] * 2
     )
@@ -325,8 +325,8 @@ def _memory(compiled: Any) -> int:
 
 def _examples(args: tuple) -> int | None:
     """Returns the length of the leading axis that all arrays of the batch share, or `None`."""
-    found = {np.shape(x)[:1] for x in jtu.tree_leaves(args[1:]) if eqx.is_array(x)}
-    [length] = found if len(found) == 1 else [()]
+    lengths = {np.shape(x)[:1] for x in jtu.tree_leaves(args[1:]) if eqx.is_array(x)}
+    [length] = lengths if len(lengths) == 1 else [()]
     return length[0] if length else None
 
 

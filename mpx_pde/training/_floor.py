@@ -301,8 +301,8 @@ def _evaluated(gradient: Gradient, args: tuple, kwargs: dict) -> tuple[Array, Py
 
 
 def _gradient(gradient: Gradient, args: tuple, kwargs: dict) -> tuple[Array, PyTree]:
-    found = gradient.evaluate(*copied((args, kwargs)))
-    return found.value, gradient.unscale(found.grads)
+    evaluated = gradient.evaluate(*copied((args, kwargs)))
+    return evaluated.value, gradient.unscale(evaluated.grads)
 
 
 def _noise(

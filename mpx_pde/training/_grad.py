@@ -21,11 +21,11 @@ _Scaling = TypeVar("_Scaling", bound=AbstractLossScaling | None)
 
 
 def _value_and_grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
-    found = gradient.evaluate(args, kwargs)
-    out = found.value
+    evaluated = gradient.evaluate(args, kwargs)
+    out = evaluated.value
     if gradient.has_aux:
-        out = out, gradient.mode.output(found.aux)
-    return out, *gradient.finish(args[0], found)
+        out = out, gradient.mode.output(evaluated.aux)
+    return out, *gradient.finish(args[0], evaluated)
 
 
 def _grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:

@@ -309,18 +309,18 @@ class Gradient(eqx.Module):
         """Unscales gradients by the scale of this step."""
         return self.scaling.unscale(grads) if self.mode.scales else grads
 
-    def finish(self, model: PyTree, found: Evaluated) -> tuple:
+    def finish(self, model: PyTree, evaluated: Evaluated) -> tuple:
         """Unscales the gradients and brings the scaling up to date."""
         masters = eqx.filter(model, eqx.is_inexact_array)
         # A NumPy master may have a dtype that is wider than those of JAX.
         like = lambda g, m: g.astype(jax.dtypes.canonicalize_dtype(m.dtype))
-        grads = jtu.tree_map(like, self.unscale(found.grads), masters)
+        grads = jtu.tree_map(like, self.unscale(evaluated.grads), masters)
         if not self.mode.scales:
             return self.scaling, jnp.array(True), grads
-        finite, vanished = self._checked(found, grads)
+        finite, vanished = self._checked(evaluated, grads)
         usable, seen = finite, ()
-        if found.counts is not None:
-            seen = (sum_counts(found.counts, self.axis_name),)
+        if evaluated.counts is not None:
+            seen = (sum_counts(evaluated.counts, self.axis_name),)
             # Gradients can be finite although a derivative overflowed, if the loss masks it.
             usable = finite & self.derivatives.finite(*seen)
         with forward_in(self.mode.forward):  # the cap of the scale depends on it
@@ -328,18 +328,18 @@ class Gradient(eqx.Module):
         adjusted = _descended(self.scaling, adjusted)
         return _with_vanished(adjusted, vanished & usable), usable, grads
 
-    def _checked(self, found: Evaluated, grads: PyTree) -> tuple[Array, Array]:
+    def _checked(self, evaluated: Evaluated, grads: PyTree) -> tuple[Array, Array]:
         """Returns whether the loss and its gradients are finite, and whether the gradients are zero
         although the loss depends on the parameters and is not zero, as it is where it converged or
         is masked. With an `axis_name`, all devices are looked at.
         """
-        finite = all_finite(grads) & jnp.isfinite(found.value)
-        zero, some = all_zero(grads), found.value != 0
+        finite = all_finite(grads) & jnp.isfinite(evaluated.value)
+        zero, some = all_zero(grads), evaluated.value != 0
         if self.axis_name is not None:
             flags = jnp.stack([~finite, ~zero, some]).astype(jnp.int32)
             reduced = lax.psum(flags, self.axis_name) > 0
             finite, zero, some = ~reduced[0], ~reduced[1], reduced[2]
-        return finite, zero & some & (self.mode.in_half and found.depends)
+        return finite, zero & some & (self.mode.in_half and evaluated.depends)
 
 
 def transformed(run: Callable, func: Any, scaling: Any, **options: Any) -> Callable:

@@ -127,12 +127,12 @@ class _Evaluated(eqx.Module):
 
 @eqx.filter_jit
 def _evaluate(gradient: Gradient, args: tuple, kwargs: dict) -> _Evaluated:
-    found = gradient.evaluate(args, kwargs)
+    evaluated = gradient.evaluate(args, kwargs)
     # These are no steps: a gradient that vanishes at some scale is not counted.
-    adjusted, finite, grads = gradient.finish(args[0], found._replace(depends=False))
-    fixable = jnp.isfinite(found.value)
-    if found.counts is not None:
-        fixable = fixable | ~gradient.derivatives.finite(found.counts)
+    adjusted, finite, grads = gradient.finish(args[0], evaluated._replace(depends=False))
+    fixable = jnp.isfinite(evaluated.value)
+    if evaluated.counts is not None:
+        fixable = fixable | ~gradient.derivatives.finite(evaluated.counts)
     return _Evaluated(fixable, adjusted, finite, grads)
 
 
@@ -193,11 +193,11 @@ def _run(gradient: Gradient, args: tuple, kwargs: dict) -> Any:
 
     cap = default_cap(mode.forward, mode.dtype)
     try:
-        exponents, found = _found(start, evaluate, cap)
+        exponents, evaluated = _search(start, evaluate, cap)
     except NoScaleError as error:
         raise (raised[-1] if raised else error) from None
-    if vanished := _vanished(found.grads, gradient, args, kwargs):
-        of = "" if len(vanished) == len(_zeros(found.grads)) else f" for {', '.join(vanished)}"
+    if vanished := _vanished(evaluated.grads, gradient, args, kwargs):
+        of = "" if len(vanished) == len(_zeros(evaluated.grads)) else f" for {', '.join(vanished)}"
         warn_user(
             f"`{called()}` finds a gradient that is zero{of} at every scale, but not in float32. "
             "In float16 a number below 2^-24 is zero, even one that is written in the code, and so "
@@ -208,7 +208,7 @@ def _run(gradient: Gradient, args: tuple, kwargs: dict) -> Any:
     return _with_exponents(start, exponents)
 
 
-def _found(
+def _search(
     start: Any, evaluate: Callable[[np.ndarray], _Evaluated], cap: float
 ) -> tuple[np.ndarray, _Evaluated]:
     """Returns the exponents to start with, and the gradient there or at a larger scale. The
@@ -216,18 +216,18 @@ def _found(
     scales = _scales(start, cap)
     loss = start.loss if isinstance(start, Scaling) else start
     of_loss = np.arange(len(scales)) < isinstance(loss, DynamicLossScaling)
-    exponents, found = _in_range(_exponents(start), evaluate, of_loss)
+    exponents, evaluated = _in_range(_exponents(start), evaluate, of_loss)
     for i, scale in enumerate(scales):
         step = scale.step * np.eye(len(scales), dtype=int)[i]
-        before, start_of = (exponents, found), exponents[i]
-        exponents, found, overflows = _raised(
-            exponents, found, evaluate, i, scale.step, scale.highest
+        before, start_of = (exponents, evaluated), exponents[i]
+        exponents, evaluated, overflows = _raised(
+            exponents, evaluated, evaluate, i, scale.step, scale.highest
         )
-        if _is_zero(found.grads):
+        if _is_zero(evaluated.grads):
             # A zero gradient, such as that of a loss that has no weight yet, asks for no scale.
-            exponents, found = before
+            exponents, evaluated = before
             continue
-        largest = found
+        largest = evaluated
         # A loss scale is set as large as possible, a derivative scale as near as possible to where
         # it was. A margin is left, as derivatives and gradients of the next batch may be larger.
         lowest = exponents[i] if of_loss[i] else start_of
@@ -236,17 +236,17 @@ def _found(
             other = evaluate(exponents - step)
             if not other.finite or _differ(largest.grads, other.grads):
                 break
-            exponents, found = exponents - step, other
+            exponents, evaluated = exponents - step, other
     if isinstance(start, Scaling):
-        _warn_of_starved(found.adjusted.derivatives)
+        _warn_of_starved(evaluated.adjusted.derivatives)
     if any(of_loss) and exponents[0] + scales[0].step > scales[0].highest:
-        found = _beyond(exponents, found, evaluate)
-    return exponents, found
+        evaluated = _beyond(exponents, evaluated, evaluate)
+    return exponents, evaluated
 
 
 def _raised(
     exponents: np.ndarray,
-    found: _Evaluated,
+    evaluated: _Evaluated,
     evaluate: Callable[[np.ndarray], _Evaluated],
     i: int,
     step: int,
@@ -259,18 +259,18 @@ def _raised(
         raised = exponents + step * np.eye(len(exponents), dtype=int)[i]
         other = evaluate(raised)
         if not other.finite or np.any(_exponents(other.adjusted) < raised):
-            return exponents, found, True
-        exponents, found = raised, other
-    return exponents, found, False
+            return exponents, evaluated, True
+        exponents, evaluated = raised, other
+    return exponents, evaluated, False
 
 
 def _beyond(
-    exponents: np.ndarray, found: _Evaluated, evaluate: Callable[[np.ndarray], _Evaluated]
+    exponents: np.ndarray, evaluated: _Evaluated, evaluate: Callable[[np.ndarray], _Evaluated]
 ) -> _Evaluated:
     """Returns the gradient at the largest loss scale that does not overflow. Issues a warning if a
     part of that gradient underflows at the highest scale that is allowed."""
     highest = round(math.log2(LARGEST_SCALE))
-    beyond, largest, _ = _raised(exponents, found, evaluate, 0, _BEYOND, highest)
+    beyond, largest, _ = _raised(exponents, evaluated, evaluate, 0, _BEYOND, highest)
     other, share = largest, _LOST
     fix = f"Let the scale grow by `max_loss_scaling=2**{beyond[0]}` in `mpx_pde.DynamicLossScaling`"
     if beyond[0] == exponents[0]:
@@ -278,7 +278,7 @@ def _beyond(
         # inversely proportional to the scale.
         other = evaluate(exponents - _BEYOND * (np.arange(len(exponents)) == 0))
         share, fix = 2**_BEYOND * _LOST, _IN_FLOAT32
-    if other.finite and _differ(found.grads, other.grads, share):
+    if other.finite and _differ(evaluated.grads, other.grads, share):
         warn_user(
             f"`{called()}` ends at the highest loss scale, 2^{exponents[0]}, at which a part of "
             f"the gradient of this batch underflows. {fix}, or make the loss larger."
@@ -319,12 +319,12 @@ def _in_range(
     tried, taken, fixable = set(), None, True
     while tuple(exponents) not in tried:
         tried.add(tuple(exponents))
-        found = evaluate(exponents)
-        following = _exponents(found.adjusted)
-        if found.finite:
+        evaluated = evaluate(exponents)
+        following = _exponents(evaluated.adjusted)
+        if evaluated.finite:
             # Derivatives may still vanish: then their scales rise.
-            taken, following = (exponents, found), np.where(of_loss, exponents, following)
-        elif not (fixable := bool(found.fixable)):
+            taken, following = (exponents, evaluated), np.where(of_loss, exponents, following)
+        elif not (fixable := bool(evaluated.fixable)):
             break
         exponents = following
     if taken is None:

@@ -191,8 +191,8 @@ def _check_hyperparameters(state: PyTree) -> None:
     """
     holds = lambda x: isinstance(getattr(x, "hyperparams", None), dict)
     states = [x for x in jtu.tree_leaves(state, is_leaf=holds) if holds(x)]
-    found = [(n, x) for s in states for n, x in s.hyperparams.items() if eqx.is_array(x)]
-    half = [f"{n} ({x.dtype.name})" for n, x in found if is_half(x.dtype)]
+    arrays = [(n, x) for s in states for n, x in s.hyperparams.items() if eqx.is_array(x)]
+    half = [f"{n} ({x.dtype.name})" for n, x in arrays if is_half(x.dtype)]
     if half:
         raise ValueError(
             f"`{called()}` got an `optimizer_state` with hyperparameters in half precision, "

@@ -74,19 +74,19 @@ def scaling_options(tree: PyTree) -> dict[str, dict[str, Any]]:
     ```
     """
 
-    found: dict[str, dict[str, Any]] = {}
+    by_path: dict[str, dict[str, Any]] = {}
 
     def visit(prefix, tree):
         # A scaling may hold other scalings.
         inside = lambda x: x is not tree and isinstance(x, _SCALERS)
         if isinstance(tree, _SCALERS) and not isinstance(tree, Scaling):
-            found[prefix] = _options(tree)
+            by_path[prefix] = _options(tree)
         for path, x in jtu.tree_leaves_with_path(tree, is_leaf=inside):
             if inside(x):
                 visit(prefix + jtu.keystr(path), x)
 
     visit("", tree)
-    return found
+    return by_path
 
 
 def _options(scaler: Any) -> dict[str, Any]:
