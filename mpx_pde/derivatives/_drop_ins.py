@@ -169,13 +169,13 @@ class Derivative:
         what = "coordinates in `argnums`"
         everything = list(itertools.chain(*(places[i] for i in used)))
         names: dict[int, str] = {}
-        for argnums, given in zip(self.taken, self.coords, strict=True):
+        for argnums, own_names in zip(self.taken, self.coords, strict=True):
             own = list(itertools.chain(*(places[i] for i in _indices(argnums))))
-            if given is None:
+            if own_names is None:
                 continue
             # A call names its own coordinates, or those of all calls.
-            of = own if len(given) == len(own) else everything
-            for place, name in zip(of, self._named(what, given, "x", len(of)), strict=True):
+            of = own if len(own_names) == len(own) else everything
+            for place, name in zip(of, self._named(what, own_names, "x", len(of)), strict=True):
                 if names.setdefault(place, name) != name:
                     raise ValueError(
                         f"`{called()}` got the names {names[place]!r} and {name!r} for one "
@@ -185,8 +185,8 @@ class Derivative:
         if not names and known is None:
             return self._named(what, None, "x", len(everything))
         others = self._of_scaling(args, used, places, known) or {}
-        given = set(names.values())
-        names |= {i: name for i, name in others.items() if i not in names and name not in given}
+        taken = set(names.values())
+        names |= {i: name for i, name in others.items() if i not in names and name not in taken}
         ordered = tuple(names[i] for i in everything if i in names)
         self._named(what, ordered or known, "x", len(everything))
         return coords_of(ordered)
@@ -285,14 +285,14 @@ def _differentiate(
             f"{'returns a pair' if fun.has_aux else 'has no `aux`'}. Pass "
             f"`has_aux={fun.has_aux}` to both."
         )
-    given = {"scaling": scaling, "outputs": outputs}
+    options = {"scaling": scaling, "outputs": outputs}
     return dataclasses.replace(
         fun,
         taken=(*fun.taken, taken),
         scalar=(*fun.scalar, scalar),
         coords=(*fun.coords, coords),
         call=called(),
-        **{name: x for name, x in given.items() if x is not None},
+        **{name: x for name, x in options.items() if x is not None},
     )
 
 

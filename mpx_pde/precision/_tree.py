@@ -121,8 +121,8 @@ def check_same_structure(a_name: str, a: PyTree, b_name: str, b: PyTree, fix: st
         )
 
 
-def first_difference(wanted: PyTree, given: PyTree) -> str | None:
-    """Describes the first leaf or node in which `given` differs from `wanted`. Leaves, `None`
+def first_difference(wanted: PyTree, got: PyTree) -> str | None:
+    """Describes the first leaf or node in which `got` differs from `wanted`. Leaves, `None`
     included, differ by path, shape or dtype, or by value if they are not arrays; nodes differ by
     type or static fields. Returns `None` if there is no difference.
     """
@@ -132,13 +132,13 @@ def first_difference(wanted: PyTree, given: PyTree) -> str | None:
         pairs = jtu.tree_leaves_with_path(tree, is_leaf=lambda x: x is None)
         return {jtu.keystr(path): describe(x) for path, x in pairs}
 
-    should, has = leaves(wanted), leaves(given)
+    should, has = leaves(wanted), leaves(got)
     for path in dict.fromkeys([*should, *has]):
         if should.get(path) != has.get(path):
             it, wants = (x.get(path, "nothing") for x in (has, should))
             return f"at {path or 'its root'} it has {it}, where there should be {wants}"
     try:
-        jtu.tree_map(lambda *_: None, wanted, given)
+        jtu.tree_map(lambda *_: None, wanted, got)
     except ValueError as e:
         return f"a node differs ({' '.join(str(e).split())})"
     return None

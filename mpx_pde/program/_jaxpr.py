@@ -116,9 +116,9 @@ def own_bind(eqn: JaxprEqn, args: Sequence) -> list:
     if eqn.params.get("update_jaxpr") is not None:
         eqn = _updating(eqn, args[0].dtype)
     if eqn.primitive.name in tables.CASTS:
-        new, given = eqn.params["new_dtype"], args[0].dtype
-        if jnp.issubdtype(new, jnp.complexfloating) and given != aval_of(eqn.invars[0]).dtype:
-            params = {**eqn.params, "new_dtype": jnp.promote_types(given, new)}
+        new, dtype = eqn.params["new_dtype"], args[0].dtype
+        if jnp.issubdtype(new, jnp.complexfloating) and dtype != aval_of(eqn.invars[0]).dtype:
+            params = {**eqn.params, "new_dtype": jnp.promote_types(dtype, new)}
             eqn = eqn.replace(params=params)
     if eqn.primitive.name == "pvary":
         # A value that is evaluated again may have been marked when it was saved.

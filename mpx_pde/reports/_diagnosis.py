@@ -224,8 +224,8 @@ def _warn_of_states(gradient: Any, args: tuple, program: Program) -> None:
     number = {id(x): i for i, (_, x) in enumerate(leaves)}
     mode = gradient.mode
     rounded, _ = eqx.filter_eval_shape(mode.cast, args, {})
-    for i, (given, narrow) in enumerate(zip(args[1:], rounded[1:], strict=True), start=1):
-        structure, paths = jtu.tree_structure(given), jtu.tree_leaves_with_path(given)
+    for i, (argument, narrow) in enumerate(zip(args[1:], rounded[1:], strict=True), start=1):
+        structure, paths = jtu.tree_structure(argument), jtu.tree_leaves_with_path(argument)
         # Plain tuples of arrays are skipped: their structure may match by chance.
         if all(isinstance(k, jtu.SequenceKey) for path, _ in paths for k in path):
             continue
@@ -240,7 +240,7 @@ def _warn_of_states(gradient: Any, args: tuple, program: Program) -> None:
                 keep = mode.keep_full if isinstance(mode.keep_full, tuple) else ()
                 keep = (*keep, *[False] * len(args))[: len(args)]
                 warn_user(
-                    f"`{called()}` rounds argument {i} ({type(given).__name__}) to "
+                    f"`{called()}` rounds argument {i} ({type(argument).__name__}) to "
                     f"{mode.dtype.name}, and the function returns a new one. Values "
                     "that change little, such as running statistics, stand still if rounded at "
                     "each step. "

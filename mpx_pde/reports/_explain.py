@@ -144,12 +144,12 @@ def _not_finite(report: RangeReport, harmless: bool) -> str | None:
     """Explains why something is not finite in float32. Returns `None` if everything is finite, or
     if all infinities are intended and do not reach the results (`harmless`).
     """
-    given = [row for row in report.rows if row.primitive in _GIVEN and row.nonfinite]
+    of_inputs = [row for row in report.rows if row.primitive in _GIVEN and row.nonfinite]
     of_data = (
         "There are {} in {} ({}), before anything is computed. No precision helps: look at where "
         "these data come from."
     )
-    for row in given:
+    for row in of_inputs:
         if row.nans:
             return of_data.format("NaNs", _name(row), percent(row.nans))
     for row in report.rows:
@@ -182,8 +182,8 @@ def _not_finite(report: RangeReport, harmless: bool) -> str | None:
                 f"array that they meet. {advice} If it is so already, or does not help, {look}"
             )
         return f"float32 itself is {first}. More precision does not help: {look}"
-    if given:
-        return of_data.format("infinities", _name(given[0]), percent(given[0].nonfinite))
+    if of_inputs:
+        return of_data.format("infinities", _name(of_inputs[0]), percent(of_inputs[0].nonfinite))
     rows = [row for row in report.rows if row.nonfinite]
     taken = next((row for row in rows if row.primitive != "convert_element_type"), None)
     if not rows or (harmless and (taken is None or taken.primitive in _CHOICES)):

@@ -285,16 +285,16 @@ class DerivativeScaling(eqx.Module):
 
         **Raises:** `ValueError` for anything else.
         """
-        given = exponents if eqx.is_array(exponents) else np.asarray(exponents)
-        fits = given.shape in ((), self.exponents.shape)
-        if not fits or not np.issubdtype(given.dtype, np.integer):
+        array = exponents if eqx.is_array(exponents) else np.asarray(exponents)
+        fits = array.shape in ((), self.exponents.shape)
+        if not fits or not np.issubdtype(array.dtype, np.integer):
             raise ValueError(
                 "`DerivativeScaling.with_exponents` takes the log2 of the scales as an integer for "
                 f"all scalers, or one for each of {', '.join(self.names)}, but got {exponents!r}."
             )
         # As float32, in which no integer wraps around before it is clipped.
         low, high = (jnp.array(b, jnp.float32) for b in (self.rule.lowest, self.rule.highest))
-        new = jnp.clip(jnp.asarray(given, jnp.float32), low, high).astype(jnp.int32)
+        new = jnp.clip(jnp.asarray(array, jnp.float32), low, high).astype(jnp.int32)
         return with_fields(self, exponents=jnp.broadcast_to(new, low.shape))
 
 
@@ -446,10 +446,10 @@ def check_takes_derivatives(func: Callable) -> None:
 def check_takes_no_derivatives(func: Callable) -> None:
     """Raises a `TypeError` if `func` needs a keyword `derivatives`."""
     try:
-        given = inspect.signature(func).parameters.get("derivatives")
+        x = inspect.signature(func).parameters.get("derivatives")
     except ValueError:  # a built-in without a signature
         return
-    if given and given.kind is given.KEYWORD_ONLY and given.default is given.empty:
+    if x and x.kind is x.KEYWORD_ONLY and x.default is x.empty:
         raise TypeError(
             f"`{called()}` passes `derivatives` to the function with a `Scaling` alone, but "
             "got no derivative scales. Pass `mpx_pde.Scaling(derivatives=mpx_pde.DerivativeScaling"

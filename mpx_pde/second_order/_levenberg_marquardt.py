@@ -347,14 +347,14 @@ class LevenbergMarquardt(eqx.Module):
 
     def _each(self, batches: PyTree) -> tuple:
         """Returns a tuple with the examples of each residual."""
-        count, given = len(self.residuals), len(batches) if type(batches) is tuple else None
-        if count == 1 and given != 1:
+        count, length = len(self.residuals), len(batches) if type(batches) is tuple else None
+        if count == 1 and length != 1:
             return (batches,)
-        if given != count:
+        if length != count:
             raise ValueError(
                 "`LevenbergMarquardt.update` needs a tuple with the examples of each of the "
                 f"{count} residuals as `batches`, but got a {type(batches).__name__}"
-                + (f" of {given}." if given is not None else ".")
+                + (f" of {length}." if length is not None else ".")
             )
         return batches
 

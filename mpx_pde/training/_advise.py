@@ -194,8 +194,8 @@ def advise(
     start = DynamicLossScaling() if scaling is None else scaling
     # Checks the arguments.
     Gradient.of(func, start, has_aux=has_aux, keep_full=keep_full, autocast=autocast)
-    given = {"keep_full": keep_full, "autocast": autocast}
-    given = {name: option for name, option in given.items() if option is not False}
+    overrides = {"keep_full": keep_full, "autocast": autocast}
+    overrides = {name: option for name, option in overrides.items() if option is not False}
     parameter = inspect.signature(func).parameters.get("derivatives")
     alone = scaling is None and parameter is not None and parameter.default is parameter.empty
 
@@ -206,7 +206,7 @@ def advise(
         with warnings.catch_warnings():
             # The advice says the same, and more.
             warnings.simplefilter("ignore", PrecisionWarning)
-            return _advice((func, start, has_aux), given, args, kwargs, _start(scaling, alone))
+            return _advice((func, start, has_aux), overrides, args, kwargs, _start(scaling, alone))
 
     return advice
 
@@ -219,10 +219,12 @@ def _start(scaling: AbstractLossScaling | None, alone: bool) -> str:
     return "scaling = mpx_pde.DynamicLossScaling()" if scaling is None else ""
 
 
-def _advice(task: tuple, given: dict[str, Any], args: tuple, kwargs: dict, start: str) -> Advice:
+def _advice(
+    task: tuple, overrides: dict[str, Any], args: tuple, kwargs: dict, start: str
+) -> Advice:
     """Tries the precisions on `task`, which is a loss, its scaling, and whether it has auxiliary
-    output. The options `given` apply to half precision throughout. `start` is the line of code that
-    builds the scaling."""
+    output. The options `overrides` apply to half precision throughout. `start` is the line of code
+    that builds the scaling."""
     _say("advise: compiles and runs the gradient in five precisions", "\n")
     wide, reference = None, jnp.zeros((), float).dtype.name
     if reference == "float64":
@@ -232,7 +234,7 @@ def _advice(task: tuple, given: dict[str, Any], args: tuple, kwargs: dict, start
     name = "float64" if "float64" in dtypes else "float32"
     first, wide, width = _measured(name, _FULL, task, args, kwargs, wide)
     rows, trial = [first], (task, args, kwargs, wide)
-    ways = {"forward float32, backward {}": {"forward": "float32"}, "{} throughout": given}
+    ways = {"forward float32, backward {}": {"forward": "float32"}, "{} throughout": overrides}
     for (name, options), half in itertools.product(ways.items(), ("float16", "bfloat16")):
         policy = f"params=float32,compute={half},output=float32"
         rows.append(_advised(name.format(half), {"policy": policy, **options}, *trial))

@@ -150,8 +150,8 @@ class PrecisionLadder(eqx.Module):
                 "out, and pass `**ladder.options` to the gradient transformation of the step."
             )
         above = {} if self.at_top else {"against": self.rungs[self.index + 1]}
-        given = {"tolerance": self.tolerance, **above, **self.options, **options}
-        return precision_floor(func, scaling, has_aux, **given)
+        chosen = {"tolerance": self.tolerance, **above, **self.options, **options}
+        return precision_floor(func, scaling, has_aux, **chosen)
 
     @public
     def update(
@@ -192,9 +192,9 @@ class PrecisionLadder(eqx.Module):
         if self.at_top or step % self.interval:
             return lambda *args, **kwargs: self
         # One micro-batch, since the noise is not needed here.
-        given = {name: x for name, x in options.items() if name != "axis_name"}
+        chosen = {name: x for name, x in options.items() if name != "axis_name"}
         # Built at the first step too, so that wrong options raise before the training has run.
-        measure = self.floor(func, scaling, has_aux, **{"micro_batches": 1, **given})
+        measure = self.floor(func, scaling, has_aux, **{"micro_batches": 1, **chosen})
 
         def updated(*args: Any, **kwargs: Any) -> PrecisionLadder:
             if step == 0:

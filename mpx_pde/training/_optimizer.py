@@ -115,12 +115,12 @@ def _operations(update: Callable, args: tuple) -> Counter[tuple[str, frozenset[i
     return counts
 
 
-def _warn_of_dtypes(update: Callable, given: tuple, wide: tuple) -> None:
+def _warn_of_dtypes(update: Callable, narrow: tuple, wide: tuple) -> None:
     """Issues a warning if an optimizer applies other operations to half arrays than to wide ones,
     for example because of a mask that looks at dtypes.
     """
     try:
-        of_half = _operations(update, given)
+        of_half = _operations(update, narrow)
     except Exception:  # half arrays may not work at all, for example in a QR decomposition
         return
     try:
@@ -151,11 +151,11 @@ def _view(optimizer: optax.GradientTransformation, state: PyTree, model: PyTree,
     floating = eqx.filter(model, eqx.is_inexact_array)
     plain = _View(floating, state, grads, lambda new: new)
     everything = eqx.filter(model, eqx.is_array)
-    given = jtu.tree_structure(state)
+    structure = jtu.tree_structure(state)
     if jtu.tree_structure(everything) == jtu.tree_structure(floating):
         return plain
     initial = _initial(optimizer, floating)
-    if jtu.tree_structure(initial) == given:
+    if jtu.tree_structure(initial) == structure:
         return plain
 
     # The state was made from all arrays. Optax cannot handle integers (clipping, conditional
@@ -165,7 +165,7 @@ def _view(optimizer: optax.GradientTransformation, state: PyTree, model: PyTree,
 
     whole = jtu.tree_map(stand_in, everything)
     types = _initial(optimizer, whole)
-    if jtu.tree_structure(types) == given:
+    if jtu.tree_structure(types) == structure:
         zeros = jtu.tree_map(jnp.zeros_like, whole)
         return _View(whole, _floats_as(state, types), eqx.combine(grads, zeros), lambda new: new)
 
