@@ -32,7 +32,10 @@ def keep_used(used: Sequence[bool], *given: Any) -> tuple[list[bool], Any]:
     needed = [*used, *(any(used) for _ in like)]
     if not any(used):
         return needed, None
-    of_used = lambda xs: [x for x, is_used in zip(xs, used, strict=False) if is_used]
+
+    def of_used(xs):
+        return [x for x, is_used in zip(xs, used, strict=False) if is_used]
+
     return needed, eqn.replace(invars=[*of_used(eqn.invars), *like], outvars=of_used(eqn.outvars))
 
 

@@ -207,7 +207,10 @@ def linear_operator(
         count = check_integer(samples, "samples")
         check_key(key)
         keys = iter(jax.random.split(key, len(operators)))
-        draw = lambda total, spec, size: _sampled(total, spec, size, count, next(keys), replace)
+
+        def draw(total, spec, size):
+            return _sampled(total, spec, size, count, next(keys), replace)
+
     return _evaluation(fun, operators, terms, coords, outputs, coords, scaling, dtype, draw)
 
 

@@ -222,7 +222,10 @@ def cast_operands(tree: PyTree, dtype: np.dtype) -> PyTree:
 
 def cast_except(keep: PyTree, args: tuple, kwargs: dict, dtype: np.dtype) -> tuple[tuple, dict]:
     """Casts `args` where the prefix `keep` is false, and `kwargs` unless it is `True`."""
-    cast = lambda k, subtree: subtree if k else cast_operands(subtree, dtype)
+
+    def cast(k, subtree):
+        return subtree if k else cast_operands(subtree, dtype)
+
     args = _by_prefix(cast, keep, args)
     return args, kwargs if keep is True else cast_operands(kwargs, dtype)
 

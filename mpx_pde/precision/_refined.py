@@ -66,7 +66,10 @@ class _Refined(AbstractWrapper):
 
     def __call__(self, /, *args, **kwargs):
         dtype = half_precision_datatype() if self.dtype is None else self.dtype
-        stop = lambda x: jax.lax.stop_gradient(x) if is_inexact(x) else x
+
+        def stop(x):
+            return jax.lax.stop_gradient(x) if is_inexact(x) else x
+
         fixed, fixed_args, fixed_kwargs = jtu.tree_map(stop, (self.fun, args, kwargs))
         with highest_precision(), without_halves():
             full = fixed(*fixed_args, **fixed_kwargs)

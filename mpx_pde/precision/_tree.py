@@ -126,7 +126,9 @@ def first_difference(wanted: PyTree, got: PyTree) -> str | None:
     included, differ by path, shape or dtype, or by value if they are not arrays; nodes differ by
     type or static fields. Returns `None` if there is no difference.
     """
-    describe = lambda x: f"{x.dtype}{[*x.shape]}" if hasattr(x, "shape") else repr(x)
+
+    def describe(x):
+        return f"{x.dtype}{[*x.shape]}" if hasattr(x, "shape") else repr(x)
 
     def leaves(tree):
         pairs = jtu.tree_leaves_with_path(tree, is_leaf=lambda x: x is None)

@@ -48,7 +48,9 @@ def _cotangent(place: int, g, x, y, *, dtype, out_dtype, given, **window):
     aval, other = (x.aval, y) if place == 0 else (y.aval, x)
 
     def cotangent(g, other):
-        convolved = lambda z: _plain(window)(*((z, other) if place == 0 else (other, z)))
+        def convolved(z):
+            return _plain(window)(*((z, other) if place == 0 else (other, z)))
+
         return jax.linear_transpose(convolved, aval.update(dtype=g.dtype, weak_type=False))(g)
 
     closed = traced(cotangent, jax.typeof(g), jax.typeof(other))

@@ -105,7 +105,10 @@ def _sums_over_rows(x, y, dimension_numbers) -> bool:
     gradient of a weight that acts on the channels of a field is such a product.
     """
     contracted, _ = dimension_numbers
-    last = lambda z, axes: tuple(axes) == tuple(range(z.ndim - len(axes), z.ndim))
+
+    def last(z, axes):
+        return tuple(axes) == tuple(range(z.ndim - len(axes), z.ndim))
+
     return len(contracted[0]) > 1 and last(x, contracted[0]) and last(y, contracted[1])
 
 

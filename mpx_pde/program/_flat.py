@@ -197,7 +197,10 @@ def merged(flat: Flat) -> Flat:
     """Returns a program without the equations that compute again what an earlier one does, such as
     the mean in a variance and that in a norm. Products, containers and what has effects stay."""
     names = {k: ("array", id(c.value)) for k, c in flat.constants.items()}
-    name = lambda x: _name_of(x) if isinstance(x, Constant) else names.get(x, x)
+
+    def name(x):
+        return _name_of(x) if isinstance(x, Constant) else names.get(x, x)
+
     first: dict[Hashable, tuple[int, ...]] = {}
     same: dict[int, int] = {}
     steps = []

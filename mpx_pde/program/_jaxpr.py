@@ -101,7 +101,10 @@ def walk(
         returns the results of the equation.
     """
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True))
-    read = lambda atom: known(atom) if isinstance(atom, Literal) else env[atom]
+
+    def read(atom):
+        return known(atom) if isinstance(atom, Literal) else env[atom]
+
     for i, eqn in enumerate(jaxpr.eqns):
         out = evaluate(i, eqn, list(map(read, eqn.invars)))
         env.update(zip(eqn.outvars, out, strict=True))

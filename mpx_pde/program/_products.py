@@ -248,7 +248,10 @@ class Counter:
             return
         # A trace inside of another, such as that of a checkpoint, does not record its caller.
         site = site_of(eqn)
-        unknown = lambda line: site.users and (installed(line) or line == "unknown")
+
+        def unknown(line):
+            return site.users and (installed(line) or line == "unknown")
+
         self.loops |= {site.line if unknown(line) else line: None for line in loops}
         if name == "cond":  # only one branch runs
             inner = [max(inner, key=lambda products: sum(w.flops for w in products.values()))]

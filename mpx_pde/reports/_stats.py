@@ -148,7 +148,10 @@ class Counts:
         intervals of exponents between `EDGES`; the fractions outside come first and last.
         """
         present, infinite, nans, *limits = self.passed.tolist()
-        fraction = lambda count: count / self.size if self.size else 0.0
+
+        def fraction(count):
+            return count / self.size if self.size else 0.0
+
         of_formats = zip(_FORMATS, np.reshape(limits, (-1, 3)).tolist(), strict=True)
         lost = {
             name: Lost(

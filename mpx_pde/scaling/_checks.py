@@ -160,7 +160,10 @@ def as_network(fun: Callable, outputs: tuple[str, ...]) -> Callable:
 def names_of(value: Any, what: str) -> tuple[str, ...]:
     """Returns names such as `"xt"` or `["x", "t"]` as a tuple, after checking that they differ."""
     names = tuple(value) if isinstance(value, str | Sequence) else ()
-    fits = lambda n: isinstance(n, str) and n and not any(c.isspace() or c in ",;" for c in n)
+
+    def fits(n):
+        return isinstance(n, str) and n and not any(c.isspace() or c in ",;" for c in n)
+
     if not names or not all(map(fits, names)):
         raise TypeError(
             f"`{called()}` takes {what} as a string with a letter for each and nothing in between, "

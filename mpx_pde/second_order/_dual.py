@@ -303,7 +303,10 @@ class Dual:
         inner = self.blocks.factored(damping, self.solver, jacobian)
         # Rows that fill up are behind the last.
         dealt = lambda b: jnp.append(b, 0.0)[self.order]
-        direct = lambda b: jnp.zeros_like(b).at[self.order].set(inner(dealt(b)), mode="drop")
+
+        def direct(b):
+            return jnp.zeros_like(b).at[self.order].set(inner(dealt(b)), mode="drop")
+
         if jacobian == "float64" or not self.refinements:
             return lambda b, s: (at.pull(direct(b)), jnp.array(0, jnp.int32))
         most, close = self.refinements, CLOSE[at.residuals.forward]

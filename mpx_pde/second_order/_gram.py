@@ -324,7 +324,10 @@ def _positive(
     symmetric = matrix + jnp.tril(matrix, -1).T
     operator = lx.MatrixLinearOperator(symmetric, lx.positive_semidefinite_tag)
     state = solver.init(operator, options={})
-    solve = lambda b: lx.linear_solve(operator, b, solver, state=state, throw=False).value
+
+    def solve(b):
+        return lx.linear_solve(operator, b, solver, state=state, throw=False).value
+
     return lambda b: solve(b.astype(gram.dtype)).astype(b.dtype)
 
 

@@ -328,7 +328,10 @@ class LevenbergMarquardt(eqx.Module):
         ```
         """
         params, static = eqx.partition(model, eqx.is_inexact_array)
-        values = lambda params: self._residuals.values(params, static, self._each(batches))
+
+        def values(params):
+            return self._residuals.values(params, static, self._each(batches))
+
         rows = jax.eval_shape(values, params).size
         return chosen(*self._asked, rows, sum(x.size for x in jtu.tree_leaves(params)))
 

@@ -221,7 +221,10 @@ class Linearized:
         residuals' own."""
         of = self.residuals
         of = of if jacobian is None else Residuals(of.functions, of.forward, jacobian)
-        rows = lambda block: of.rows(self.params, self.static, self.scaling, *block)
+
+        def rows(block):
+            return of.rows(self.params, self.static, self.scaling, *block)
+
         return rows, of.blocks(self.batches, count)
 
     @property
@@ -249,7 +252,10 @@ def _in_blocks(batch: PyTree, count: int) -> PyTree:
     """Deals the examples of a batch out into `count` blocks. The last example fills them up."""
     length = length_of(batch)
     index = jnp.minimum(jnp.arange(math.ceil(length / count) * count), length - 1)
-    pick = lambda x: x if len(index) == length else x[index]
+
+    def pick(x):
+        return x if len(index) == length else x[index]
+
     return jtu.tree_map(lambda x: dealt(pick(jnp.asarray(x)), count), batch)
 
 

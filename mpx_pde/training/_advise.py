@@ -290,7 +290,10 @@ def _measured(
     compiled = gradient.lower(*args, **kwargs).compile()
     memory, each, count = _memory(compiled), None, _examples(args) or 0
     if count > 1:
-        first = lambda x: lax.slice_in_dim(x, 0, count // 2) if eqx.is_array(x) else x
+
+        def first(x):
+            return lax.slice_in_dim(x, 0, count // 2) if eqx.is_array(x) else x
+
         # A loss may accept only the whole batch, such as a grid, or one with targets of its own.
         with contextlib.suppress(Exception):
             less = gradient.lower(args[0], *jtu.tree_map(first, args[1:]), **kwargs).compile()

@@ -100,7 +100,10 @@ class PrecisionFloor(eqx.Module):
     def __str__(self) -> str:
         if isinstance(self.gradient, Tracer):
             return f"PrecisionFloor of {self.precision} against {self.above}, being traced"
-        percent = lambda share: "" if share is None else _percent(float(share))
+
+        def percent(share):
+            return "" if share is None else _percent(float(share))
+
         rows = [("", "rounding", "noise"), ("loss", percent(self.loss), "")]
         rows += [(f"  {name}", percent(x), "") for name, x in self.terms.items()]
         noise = self.noise if self.parameter_noise else None  # one micro-batch shows no noise
@@ -326,7 +329,10 @@ def _noise(
     none = jtu.tree_map(lambda g: jnp.zeros((), real_of(wide_of(g))), grads)
     (sums, squares), _ = lax.scan(body, (zero, none), batched, length=count)
     mean = jtu.tree_map(lambda s: s / count, sums)
-    variance = lambda q, m: jnp.maximum(q - count * norm(m) ** 2, 0) / (count * (count - 1))
+
+    def variance(q, m):
+        return jnp.maximum(q - count * norm(m) ** 2, 0) / (count * (count - 1))
+
     spread = jtu.tree_map(lambda q, m: jnp.sqrt(variance(q, m)), squares, mean)
     return spread, jtu.tree_map(lambda g, m: norm(g.astype(m.dtype) + m), grads, mean)
 

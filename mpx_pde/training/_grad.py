@@ -389,7 +389,10 @@ def line_search_value(
             # Where the value differs between devices, each device has its own gradient. The
             # transpose of the mark sums these, after the cotangent has multiplied them.
             axes = varying_axes(jax.eval_shape(lambda: run(model, *args, **kwargs)[0]))
-            mark = lambda x: mark_varying(x, axes) if eqx.is_inexact_array(x) else x
+
+            def mark(x):
+                return mark_varying(x, axes) if eqx.is_inexact_array(x) else x
+
             model = jtu.tree_map(mark, model)
         return value(model, args, kwargs)
 

@@ -141,7 +141,10 @@ def _differ(grads: PyTree, others: PyTree, share: float = _ROUNDING) -> Bool[Arr
     """Returns whether the gradients of any parameter differ by more than `share`, relative to the
     larger one. By default that is more than rounding could explain.
     """
-    differ = lambda g, h: norm(minus(g, h)) > share * jnp.maximum(norm(g), norm(h))
+
+    def differ(g, h):
+        return norm(minus(g, h)) > share * jnp.maximum(norm(g), norm(h))
+
     return jnp.any(jnp.stack(jtu.tree_leaves(jtu.tree_map(differ, grads, others))))
 
 

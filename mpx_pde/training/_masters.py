@@ -165,9 +165,10 @@ class Noise:
         if key is not None:
             check_key(key)
             return cls(key, by_bits=False)
-        is_count = lambda x: (
-            eqx.is_array(x) and x.size == 1 and jnp.issubdtype(x.dtype, jnp.integer)
-        )
+
+        def is_count(x):
+            return eqx.is_array(x) and x.size == 1 and jnp.issubdtype(x.dtype, jnp.integer)
+
         counts = [x.astype(jnp.uint32).reshape(()) for x in jtu.tree_leaves(state) if is_count(x)]
         total = sum(((2 * i + 1) * x for i, x in enumerate(counts)), start=jnp.uint32(0))
         return cls(jax.random.fold_in(jax.random.key(0), total), by_bits=True)
@@ -206,7 +207,10 @@ def applied(
         model, residue = _add_compensated(model, updates, before.residue)
         # Moving averages have no residue, and would stand still if rounded to the nearest.
         return model, Compensated(_rounded_tree(state, before.state, noise), residue)
-    stays = lambda x, p: jnp.where(_overflows(x, p.dtype), widen(p), x) if _is_narrow(p) else x
+
+    def stays(x, p):
+        return jnp.where(_overflows(x, p.dtype), widen(p), x) if _is_narrow(p) else x
+
     new = jtu.tree_map(stays, eqx.apply_updates(widen(model), updates), model), state
     return new if noise is None else _rounded_tree(new, old, noise)
 

@@ -350,13 +350,19 @@ def optimizer_update(
             warn_of_tensorfloat32("a line search and the products of its optimizer")
         # A line search evaluates the loss: on a skipped step it must not run at all.
         arrays, static = eqx.partition((model, optimizer_state), eqx.is_array)
-        taken = lambda: eqx.filter(step(view.grads, extra_args), eqx.is_array)
+
+        def taken():
+            return eqx.filter(step(view.grads, extra_args), eqx.is_array)
+
         return eqx.combine(lax.cond(finite, taken, lambda: arrays), static)
 
     # A selection, not a branch: a branch on the device waits for the host, and keeps XLA from
     # fusing and from updating donated arrays in place. Ones stand in for the gradients: clipping
     # would divide by the norm of zeros.
-    safe = lambda x: jnp.where(finite, x, jnp.ones_like(x)) if eqx.is_inexact_array(x) else x
+
+    def safe(x):
+        return jnp.where(finite, x, jnp.ones_like(x)) if eqx.is_inexact_array(x) else x
+
     new = step(*jtu.tree_map(safe, (view.grads, extra_args)))
     with _naming_a_state_of_another(optimizer, view):
         return select_tree(finite, new, (model, optimizer_state))

@@ -109,5 +109,8 @@ def as_trained(
     keep = keep if isinstance(keep, bool) else (keep,)
     mode = mode_of(policy=policy, keep_full=keep, forward=forward)
     (rounded,), _ = mode.cast((model,), {})
-    like = lambda x, master: x.astype(master.dtype) if eqx.is_inexact_array(master) else master
+
+    def like(x, master):
+        return x.astype(master.dtype) if eqx.is_inexact_array(master) else master
+
     return jtu.tree_map(like, rounded, model)
