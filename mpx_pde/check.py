@@ -12,9 +12,10 @@ import platform
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -38,7 +39,8 @@ FLOAT32 = 2.0**-19
 """The tolerance of float32: sums of a few hundred terms, in any order."""
 
 
-class Check(NamedTuple):
+@dataclass(frozen=True)
+class Check:
     """A comparison of a device with the host.
 
     **Attributes:**
@@ -54,7 +56,8 @@ class Check(NamedTuple):
     tolerance: float
 
 
-class Result(NamedTuple):
+@dataclass(frozen=True)
+class Result:
     """What a check found: its error, or NaN and the `problem` that ended it."""
 
     check: Check
@@ -78,8 +81,13 @@ def on_host(fun: Callable, *args: Any) -> Any:
     except RuntimeError:  # JAX_PLATFORMS leaves the CPU out
         place = contextlib.nullcontext()
     with jax.enable_x64(True), place:
-        wide = lambda x: jnp.asarray(np.asarray(x, np.float64)) if eqx.is_inexact_array(x) else x
-        fixed = lambda x: jnp.asarray(np.asarray(x)) if eqx.is_array(x) else x
+
+        def wide(x):
+            return jnp.asarray(np.asarray(x, np.float64)) if eqx.is_inexact_array(x) else x
+
+        def fixed(x):
+            return jnp.asarray(np.asarray(x)) if eqx.is_array(x) else x
+
         args = jax.tree.map(lambda x: wide(fixed(x)), args)
         return jax.tree.map(np.asarray, eqx.filter_jit(fun)(*args))
 
@@ -115,11 +123,14 @@ def _product_error(dtype: Any, out_dtype: Any) -> float:
     for i, (m, k, n) in enumerate(_SHAPES):
         x, y, g = _normal(i, m, k), _normal(i + 10, k, n), _normal(i + 20, m, n)
         product = partial(mixed_matmul, dtype=dtype, out_dtype=out_dtype)
-        run = lambda x, y, g, product=product: (
-            product(x, y),
-            jax.vjp(product, x, y)[1](g.astype(out_dtype)),
-            mixed_einsum("bij,bjk->bik", x[None], y[None], dtype=dtype, out_dtype=out_dtype),
-        )
+
+        def run(x, y, g, product=product):
+            return (
+                product(x, y),
+                jax.vjp(product, x, y)[1](g.astype(out_dtype)),
+                mixed_einsum("bij,bjk->bik", x[None], y[None], dtype=dtype, out_dtype=out_dtype),
+            )
+
         a, b = _rounded(x, dtype), _rounded(y, dtype)
         c = _rounded(_rounded(g, out_dtype), dtype)
         want = a @ b, (c @ b.T, a.T @ c), (a @ b)[None]
@@ -132,16 +143,20 @@ def _split_error(name: str) -> float:
     errors = []
     for i, (m, k, n) in enumerate(_SHAPES):
         x, y = _normal(i, m, k), _normal(i + 10, k, n)
-        product = lambda x, y: split_dot_general(x, y, (((1,), (0,)), ((), ())), name)
+
+        def product(x, y):
+            return split_dot_general(x, y, (((1,), (0,)), ((), ())), name)
+
         errors.append(difference(on_device(product, x, y), x.astype(np.float64) @ y))
     return max(errors)
 
 
 def _convolution_error(dtype: Any) -> float:
     x, y = _normal(0, 2, 3, 17, 16), _normal(1, 5, 3, 3, 3)
-    conv = lambda x, y: mixed_conv_general_dilated(
-        x, y, (1, 1), "VALID", dtype=dtype, out_dtype="float32"
-    )
+
+    def conv(x, y):
+        return mixed_conv_general_dilated(x, y, (1, 1), "VALID", dtype=dtype, out_dtype="float32")
+
     a, b = _rounded(x, dtype), _rounded(y, dtype)
     windows = np.lib.stride_tricks.sliding_window_view(a, (3, 3), axis=(2, 3))
     return difference(on_device(conv, x, y), np.einsum("nchwij,ocij->nohw", windows, b))
@@ -225,7 +240,8 @@ def _operator(model: Any, batch: Any) -> Any:
     return jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2)
 
 
-class Way(NamedTuple):
+@dataclass(frozen=True)
+class Way:
     """A way to compute a gradient, and its tolerance for a network of a few layers."""
 
     half: str
@@ -302,14 +318,14 @@ def run(check: Check) -> Result:
 def header() -> str:
     """Returns the versions and the devices."""
     packages = ("mpx-pde", "jax", "jaxlib", "equinox", "optax", "numpy")
-    found = []
+    versions = []
     for package in packages:
         with contextlib.suppress(PackageNotFoundError):
-            found.append(f"{package} {version(package)}")
+            versions.append(f"{package} {version(package)}")
     plugins = getattr(jax.devices()[0].client, "platform_version", "").splitlines()
     kinds = ", ".join(dict.fromkeys(d.device_kind for d in jax.devices()))
     lines = [
-        f"Python {platform.python_version()}, {', '.join(found)}",
+        f"Python {platform.python_version()}, {', '.join(versions)}",
         f"{jax.default_backend()}: {len(jax.devices())} × {kinds}; {' '.join(plugins)}",
     ]
     return "\n".join(lines)

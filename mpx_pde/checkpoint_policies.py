@@ -26,6 +26,13 @@ from .products._dot import mixed_dot_general_p
 from .program._warnings import warn_user
 
 
+__all__ = [
+    "dots_saveable",
+    "dots_with_no_batch_dims_saveable",
+    "offload_dot_with_no_batch_dims",
+    "translate",
+]
+
 _OFFLOADS_WRONGLY = "0.11.0"
 """The version of JAX with which a GPU reads offloaded residuals of a loop wrongly."""
 

@@ -146,6 +146,18 @@ def test_public_names_are_those_that_init_reexports():
     assert isinstance(mpx.__version__, str)
 
 
+@pytest.mark.parametrize("name", ["checkpoint_policies", "contrib", "derivatives", "nn"])
+def test_public_modules_offer_only_their_own_names(name):
+    module = getattr(mpx, name)
+    offered = getattr(module, "__all__", [x for x in vars(module) if not x.startswith("_")])
+    assert offered
+    for value in (getattr(module, x) for x in offered):
+        assert not isinstance(value, ModuleType)
+        assert type(value).__module__.startswith("mpx_pde.") or (
+            value.__module__.startswith("mpx_pde.")
+        )
+
+
 def test_public_names_have_docstrings():
     for name in reexports():
         value = getattr(mpx, name)

@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from ._calls import present_call
+from ._calls import called
 
 
 # Operations without a half-precision form: transforms, factorizations and solves, complex numbers.
@@ -38,7 +38,7 @@ _SHORT = {"float16": "f16", "bfloat16": "bf16"}
 def noting_the_cast(dtype: np.dtype, backward: bool = False) -> Iterator[None]:
     """Adds a note to errors of operations that have no half-precision form, or that got float32
     together with half precision. Errors without a note are of the backward pass if `backward`."""
-    call = present_call()
+    call = called()
     try:
         yield
     except (TypeError, ValueError, NotImplementedError) as e:
@@ -97,7 +97,7 @@ def noting(note: str, *errors: type[Exception], about: str = "") -> Iterator[Non
 def noting_the_trace() -> AbstractContextManager:
     """Adds a note to errors about values that outlive the trace by the present call."""
     note = (
-        f"`{present_call()}` traces this function, and evaluates its program again: a "
+        f"`{called()}` traces this function, and evaluates its program again: a "
         "`jax.custom_jvp` or `jax.custom_vjp` function in it may close over no array that "
         "depends on the arguments, parameters included. Pass such arrays to it as arguments."
     )
@@ -109,7 +109,7 @@ def noting_the_model(args: tuple) -> AbstractContextManager:
     if not eqx.is_array(args[0]) or not any(map(callable, args[1:])):
         return nullcontext()
     return noting(
-        f"`{present_call()}` differentiates with respect to the first positional argument, here an "
+        f"`{called()}` differentiates with respect to the first positional argument, here an "
         "array. If the model is another one, pass it first.",
         Exception,
     )

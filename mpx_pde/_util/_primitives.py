@@ -18,8 +18,8 @@ from ._in_jax import IN_JAX
 def present(bind: Callable, xs: Sequence[Any], absent: Callable[[int], Any]) -> list[Any]:
     """Binds those of `xs` that are not symbolic zeros; `absent` makes the others by place."""
     places = [i for i, x in enumerate(xs) if not isinstance(x, ad.Zero)]
-    found = iter(bind(*(xs[i] for i in places)) if places else ())
-    return [next(found) if i in places else absent(i) for i in range(len(xs))]
+    results = iter(bind(*(xs[i] for i in places)) if places else ())
+    return [next(results) if i in places else absent(i) for i in range(len(xs))]
 
 
 def keep_used(used: Sequence[bool], *given: Any) -> tuple[list[bool], Any]:
@@ -32,8 +32,11 @@ def keep_used(used: Sequence[bool], *given: Any) -> tuple[list[bool], Any]:
     needed = [*used, *(any(used) for _ in like)]
     if not any(used):
         return needed, None
-    kept = lambda xs: [x for x, is_used in zip(xs, used, strict=False) if is_used]
-    return needed, eqn.replace(invars=[*kept(eqn.invars), *like], outvars=kept(eqn.outvars))
+
+    def of_used(xs):
+        return [x for x, is_used in zip(xs, used, strict=False) if is_used]
+
+    return needed, eqn.replace(invars=[*of_used(eqn.invars), *like], outvars=of_used(eqn.outvars))
 
 
 def repeated(x: Array | np.ndarray, axis: int, like: Array, dim: int) -> Array:
@@ -43,8 +46,8 @@ def repeated(x: Array | np.ndarray, axis: int, like: Array, dim: int) -> Array:
     name, sharded = sharding.spec[dim], None
     if name is not None:
         sharded = NamedSharding(sharding.mesh, PartitionSpec(*spec[:axis], name, *spec[axis:]))
-    kept = [i for i in range(len(shape)) if i != axis]
-    return lax.broadcast_in_dim(x, shape, kept, out_sharding=sharded)
+    others = [i for i in range(len(shape)) if i != axis]
+    return lax.broadcast_in_dim(x, shape, others, out_sharding=sharded)
 
 
 def with_batch_at(axis: int, args: Sequence[Any], dims: Sequence[int | None]) -> list[Array]:

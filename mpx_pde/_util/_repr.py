@@ -61,5 +61,8 @@ def table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[s
     others to the right.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    pad = lambda i, cell: cell.ljust(widths[i]) if i in left else cell.rjust(widths[i])
+
+    def pad(i, cell):
+        return cell.ljust(widths[i]) if i in left else cell.rjust(widths[i])
+
     return ["  ".join(pad(i, cell) for i, cell in enumerate(row)).rstrip() for row in rows]

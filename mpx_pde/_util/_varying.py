@@ -11,24 +11,25 @@ import jax
 from jax import lax
 from jax.core import ShapedArray
 
+from ._calls import called
 
-def size_of_axis(axis_name: Any, call: str) -> int:
+
+def size_of_axis(axis_name: Any) -> int:
     """Returns the number of devices along the mesh axes `axis_name`. Raises an error in the name of
-    `call` unless these are axes of a surrounding `shard_map` or `pmap`.
-    """
+    the called function unless these are axes of a surrounding `shard_map` or `pmap`."""
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     if not names or not all(isinstance(name, str) for name in names):
         raise TypeError(
-            f"`{call}` takes the name of a mesh axis as `axis_name`, or a tuple of names, but got "
-            f"{axis_name!r}."
+            f"`{called()}` takes the name of a mesh axis as `axis_name`, or a tuple of names, but "
+            f"got {axis_name!r}."
         )
     try:
         return lax.axis_size(axis_name)
     except NameError as e:
         raise ValueError(
-            f"`{call}` got `axis_name={axis_name!r}`, but is not inside of a `jax.shard_map` or "
-            "`jax.pmap` over such an axis. Under `jax.jit` with sharded arrays, and on one device, "
-            "there is nothing to do between devices: leave it out there."
+            f"`{called()}` got `axis_name={axis_name!r}`, but is not inside of a `jax.shard_map` "
+            "or `jax.pmap` over such an axis. Under `jax.jit` with sharded arrays, and on one "
+            "device, there is nothing to do between devices: leave it out there."
         ) from e
 
 

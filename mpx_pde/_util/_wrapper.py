@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 
 import equinox as eqx
 
+from ._calls import called
 from ._repr import in_a_line
 
 
@@ -31,12 +32,12 @@ class AbstractWrapper(eqx.Module):
         return self if instance is None else eqx.Partial(self, instance)
 
 
-def check_callable(fun: Any, call: str) -> None:
-    """Raises a `TypeError` in the name of `call` unless `fun` can be called."""
+def check_callable(fun: Any) -> None:
+    """Raises a `TypeError` in the name of the called function unless `fun` can be called."""
     if not callable(fun):
         raise TypeError(
-            f"`{call}` takes a function or a callable module, but got {in_a_line(fun)}. Pass the "
-            f"arguments to what it returns, as in `{call}(fun)(*args)`."
+            f"`{called()}` takes a function or a callable module, but got {in_a_line(fun)}. Pass "
+            f"the arguments to what it returns, as in `{called()}(fun)(*args)`."
         )
 
 
@@ -49,8 +50,8 @@ def check_bound(fun: Callable, example: str, args: tuple, kwargs: dict) -> None:
     try:
         inspect.signature(fun).bind(*args, **kwargs)
     except TypeError as error:
-        told = f"`{fun.__name__}` got arguments that do not fit: {error}. Write {example}"
-        raise TypeError(told) from None
+        message = f"`{fun.__name__}` got arguments that do not fit: {error}. Write {example}"
+        raise TypeError(message) from None
 
 
 def says_how(example: str) -> Callable[[_Function], _Function]:
@@ -87,9 +88,9 @@ def of_some(fun: Callable, args: Sequence[Any], places: Sequence[int]) -> Callab
     """Turns a function of `args` into a function of only those at the `places`."""
 
     def some(*parts: Any) -> Any:
-        full = list(args)
+        every = list(args)
         for i, x in zip(places, parts, strict=True):
-            full[i] = x
-        return fun(*full)
+            every[i] = x
+        return fun(*every)
 
     return some

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import optax
 
+from .._util._calls import called, named
 from .._util._types import PyTree
 from ..precision._tree import all_finite, select_tree
 from ..scaling._loss import AbstractLossScaling, NoOpLossScaling, StaticLossScaling, check_scaling
@@ -28,23 +29,23 @@ class LossScalingState(NamedTuple):
     inner: PyTree
 
 
-def _check_scaling(scaling: Any, scale_in_params: Any, call: str) -> None:
-    check_scaling(scaling, call)
+def _check_scaling(scaling: Any, scale_in_params: Any) -> None:
+    check_scaling(scaling)
     if hasattr(scaling, "derivatives"):
         raise TypeError(
-            f"`{call}` takes a loss scaling, but got a `Scaling` with derivative scales, which "
+            f"`{called()}` takes a loss scaling, but got a `Scaling` with derivative scales, which "
             "need the counts that `mpx_pde.filter_grad` takes. Pass its `loss`."
         )
     if scale_in_params is not None and not callable(scale_in_params):
         raise TypeError(
-            f"`{call}` takes a function from the parameters to the leaf that holds the scale as "
-            f'`scale_in_params`, such as `lambda params: params["scale"]`, but got '
+            f"`{called()}` takes a function from the parameters to the leaf that holds the scale "
+            f'as `scale_in_params`, such as `lambda params: params["scale"]`, but got '
             f"{scale_in_params!r}."
         )
     moves = not isinstance(scaling, StaticLossScaling | NoOpLossScaling)
     if moves and scale_in_params is None:
         raise ValueError(
-            f"`{call}` with a {type(scaling).__name__} needs `scale_in_params`, where the loss "
+            f"`{called()}` with a {type(scaling).__name__} needs `scale_in_params`, where the loss "
             "reads the scale of the step. Or pass a `StaticLossScaling`, and multiply the loss by "
             "its scale."
         )
@@ -131,8 +132,9 @@ def scale_by_loss_scaling(
     ```
     """
     call = "contrib.scale_by_loss_scaling"
-    inside = as_transformation(optimizer, call)
-    _check_scaling(scaling, scale_in_params, call)
+    with named(call):
+        inside = as_transformation(optimizer)
+        _check_scaling(scaling, scale_in_params)
 
     def place(params):
         assert scale_in_params is not None

@@ -45,7 +45,10 @@ def least_squares_solver(rtol: float, atol: float, **options: Any) -> Any:
             before, _ = state
             new, after = _optimizer(fn, args).update(y, before, (jnp.zeros(1),))
             (flat, _), (flat_before, _) = ravel_pytree(new), ravel_pytree(y)
-            close = lambda x, x0: jnp.all(jnp.abs(x - x0) <= self.atol + self.rtol * jnp.abs(x))
+
+            def close(x, x0):
+                return jnp.all(jnp.abs(x - x0) <= self.atol + self.rtol * jnp.abs(x))
+
             done = close(flat, flat_before) & close(after.loss, before.loss) | ~after.taken
             return new, (after, done), fn(new, args)[1]
 

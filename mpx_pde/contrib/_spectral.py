@@ -73,5 +73,8 @@ def convert_spectral_layers(model: PyTree, dtype: DTypeLike | None = None) -> Py
             "`contrib.convert_spectral_layers` found no spectral convolution of pdequinox (a "
             "module with `num_modes`, `weights_real` and `weights_imag`) in the model."
         )
-    convert = lambda x: _converted(x, dtype) if _is_pdequinox(x) else x
+
+    def convert(x):
+        return _converted(x, dtype) if _is_pdequinox(x) else x
+
     return jax.tree_util.tree_map(convert, model, is_leaf=_is_pdequinox)

@@ -12,6 +12,7 @@ import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 
+from .._util._calls import called, named, public
 from .._util._repr import in_a_line
 from .._util._types import Names, PyTree
 from .._util._wrapper import of_some
@@ -51,16 +52,17 @@ class Derivative:
     call: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
-        if self.has_aux:
-            # Compilation leaves out the first result here.
-            pair = self._pair(self.fun(*args, **kwargs))
-            return self._derivative(args, kwargs), pair[1]
-        return self._derivative(args, kwargs)
+        with named(self.call):
+            if self.has_aux:
+                # Compilation leaves out the first result here.
+                pair = self._pair(self.fun(*args, **kwargs))
+                return self._derivative(args, kwargs), pair[1]
+            return self._derivative(args, kwargs)
 
     def _pair(self, out: Any) -> tuple[Any, Any]:
         if not isinstance(out, tuple) or len(out) != 2:
             raise TypeError(
-                f"`{self.call}` with `has_aux=True` differentiates a function that returns a pair "
+                f"`{called()}` with `has_aux=True` differentiates a function that returns a pair "
                 f"`(output, aux)`, but it returned {in_a_line(out)}."
             )
         return out
@@ -78,7 +80,7 @@ class Derivative:
         used = list(dict.fromkeys((*tuples, *sorted(every))))
         if max(used) >= len(args):
             raise TypeError(
-                f"`{self.call}` differentiates in the positional argument {max(used)}, but the "
+                f"`{called()}` differentiates in the positional argument {max(used)}, but the "
                 f"function was called with {len(args)}."
             )
         return used
@@ -96,14 +98,14 @@ class Derivative:
             if key in terms:
                 continue
             name = outputs[output] + "_" + "".join(coords[i] for i in key[1])
-            # Longer names may run together, so the position tells such terms apart.
+            # Longer names may run together, so the position distinguishes such terms.
             terms[key] = Term(f"{name} {key}" if name in taken else name, *key)
             taken.add(name)
         return terms
 
     def _derivative(self, args: tuple, kwargs: dict) -> PyTree:
         used = self._used(args)
-        places = _places(args, used, self.call)
+        places = _places(args, used)
         # Plain arithmetic would return a Python number as one, and not as an array.
         args = tuple(jnp.asarray(x) if i in used else x for i, x in enumerate(args))
         shape, dtype = self._result(args, kwargs)
@@ -120,8 +122,7 @@ class Derivative:
         terms = self._terms(places, coords, outputs)
         every, values = tuple(terms.values()), {}
         if every:
-            call = Evaluation(self.call, at, coords, outputs, every, (), self.scaling, None)
-            values = call(point)
+            values = Evaluation(at, coords, outputs, every, (), self.scaling, None)(point)
 
         def tree(chosen: tuple[int, ...], left: Sequence[Argnums]) -> PyTree:
             """Returns all entries, in the structure of JAX's result."""
@@ -129,9 +130,9 @@ class Derivative:
                 several = [tree((*chosen, i), left[1:]) for i in _indices(left[0])]
                 return tuple(several) if isinstance(left[0], tuple) else several[0]
             entries = itertools.product(range(count), *(places[i] for i in chosen))
-            found = [values[terms[output, tuple(sorted(dirs))].name] for output, *dirs in entries]
+            parts = [values[terms[output, tuple(sorted(dirs))].name] for output, *dirs in entries]
             shape_of = *shape, *(n for i in chosen for n in args[i].shape)
-            return jnp.stack(found).reshape(shape_of) if found else jnp.zeros(shape_of, dtype)
+            return jnp.stack(parts).reshape(shape_of) if parts else jnp.zeros(shape_of, dtype)
 
         return tree((), self.taken)
 
@@ -141,7 +142,7 @@ class Derivative:
         shape = getattr(out, "shape", None)
         if shape is None:
             raise TypeError(
-                f"`{self.call}` differentiates a function that returns an array, but it returned "
+                f"`{called()}` differentiates a function that returns an array, but it returned "
                 f"{type(out).__name__}."
             )
         so_far = shape
@@ -168,27 +169,27 @@ class Derivative:
         what = "coordinates in `argnums`"
         everything = list(itertools.chain(*(places[i] for i in used)))
         names: dict[int, str] = {}
-        for argnums, given in zip(self.taken, self.coords, strict=True):
+        for argnums, own_names in zip(self.taken, self.coords, strict=True):
             own = list(itertools.chain(*(places[i] for i in _indices(argnums))))
-            if given is None:
+            if own_names is None:
                 continue
             # A call names its own coordinates, or those of all calls.
-            of = own if len(given) == len(own) else everything
-            for place, name in zip(of, self._named(what, given, "x", len(of)), strict=True):
+            of = own if len(own_names) == len(own) else everything
+            for place, name in zip(of, self._named(what, own_names, "x", len(of)), strict=True):
                 if names.setdefault(place, name) != name:
                     raise ValueError(
-                        f"`{self.call}` got the names {names[place]!r} and {name!r} for one "
+                        f"`{called()}` got the names {names[place]!r} and {name!r} for one "
                         "coordinate."
                     )
         known = None if self.scaling is None else self.scaling.strategy.coords
         if not names and known is None:
             return self._named(what, None, "x", len(everything))
         others = self._of_scaling(args, used, places, known) or {}
-        given = set(names.values())
-        names |= {i: name for i, name in others.items() if i not in names and name not in given}
-        found = tuple(names[i] for i in everything if i in names)
-        self._named(what, found or known, "x", len(everything))
-        return coords_of(found, self.call)
+        taken = set(names.values())
+        names |= {i: name for i, name in others.items() if i not in names and name not in taken}
+        ordered = tuple(names[i] for i in everything if i in names)
+        self._named(what, ordered or known, "x", len(everything))
+        return coords_of(ordered)
 
     def _of_scaling(
         self,
@@ -215,7 +216,7 @@ class Derivative:
         names = tuple(f"{letter}{i}" for i in range(size)) if given is None else given
         if len(names) != size:
             raise ValueError(
-                f"`{self.call}` of {size} {what} has the names of {len(names)}: {', '.join(names)}"
+                f"`{called()}` of {size} {what} has the names of {len(names)}: {', '.join(names)}"
                 ". Name each, in their order."
             )
         return names
@@ -231,7 +232,7 @@ def _indices(argnums: Argnums) -> tuple[int, ...]:
     return argnums if isinstance(argnums, tuple) else (argnums,)
 
 
-def _places(args: tuple, used: Sequence[int], call: str) -> dict[int, tuple[int, ...]]:
+def _places(args: tuple, used: Sequence[int]) -> dict[int, tuple[int, ...]]:
     """Returns the positions in the point of the entries of each differentiated argument."""
     places, start = {}, 0
     for i in used:
@@ -240,14 +241,14 @@ def _places(args: tuple, used: Sequence[int], call: str) -> dict[int, tuple[int,
             shape = getattr(x, "shape", None)
             got = f"a {type(x).__name__}" if shape is None else f"an array of shape {shape}"
             raise TypeError(
-                f"`{call}` differentiates in scalars and in arrays with one axis, the "
+                f"`{called()}` differentiates in scalars and in arrays with one axis, the "
                 f"coordinates of one point, but the argument {i} is {got}. For many points use "
                 "`jax.vmap`; for the gradient of a loss in the parameters, `mpx_pde.filter_grad`."
             )
         dtype = jnp.result_type(x)
         if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(
-                f"`{call}` takes a floating-point point, but its argument {i} is {dtype.name}. "
+                f"`{called()}` takes a floating-point point, but its argument {i} is {dtype.name}. "
                 "Pass an integer as `jnp.float32(x)`."
             )
         places[i] = tuple(range(start, start + np.size(x)))
@@ -256,45 +257,46 @@ def _places(args: tuple, used: Sequence[int], call: str) -> dict[int, tuple[int,
 
 
 def _differentiate(
-    call: str,
     fun: Callable,
     argnums: Any,
     scaling: Any,
     coords: Names | None,
     outputs: Names | None,
     has_aux: bool,
+    scalar: bool = False,
 ) -> Derivative:
-    check_fun(fun, call)
-    check_derivatives(scaling, call)
+    check_fun(fun)
+    check_derivatives(scaling)
     several = isinstance(argnums, Sequence) and not isinstance(argnums, str)
     numbers: tuple[Any, ...] = tuple(argnums) if several else (argnums,)
     if not numbers or not all(is_integer(i) and i >= 0 for i in numbers):
         raise TypeError(
-            f"`{call}` takes positions of arguments from 0 on as `argnums`, an integer or a tuple "
-            f"of them, but got {in_a_line(argnums)}."
+            f"`{called()}` takes positions of arguments from 0 on as `argnums`, an integer or a "
+            f"tuple of them, but got {in_a_line(argnums)}."
         )
     taken: Argnums = tuple(int(i) for i in numbers) if several else int(numbers[0])
-    coords = None if coords is None else coords_of(coords, call)
-    outputs = None if outputs is None else names_of(outputs, call, "the outputs")
+    coords = None if coords is None else coords_of(coords)
+    outputs = None if outputs is None else names_of(outputs, "the outputs")
     if not isinstance(fun, Derivative):
-        fun = Derivative(fun, (), (), (), bool(has_aux), None, None, call)
+        fun = Derivative(fun, (), (), (), bool(has_aux), None, None, called())
     elif fun.has_aux != bool(has_aux):
         raise TypeError(
-            f"`{call}` differentiates a result of `{fun.call}` that "
+            f"`{called()}` differentiates a result of `{fun.call}` that "
             f"{'returns a pair' if fun.has_aux else 'has no `aux`'}. Pass "
             f"`has_aux={fun.has_aux}` to both."
         )
-    given = {"scaling": scaling, "outputs": outputs}
+    options = {"scaling": scaling, "outputs": outputs}
     return dataclasses.replace(
         fun,
         taken=(*fun.taken, taken),
-        scalar=(*fun.scalar, call == "grad"),
+        scalar=(*fun.scalar, scalar),
         coords=(*fun.coords, coords),
-        call=call,
-        **{name: x for name, x in given.items() if x is not None},
+        call=called(),
+        **{name: x for name, x in options.items() if x is not None},
     )
 
 
+@public
 def grad(
     fun: Callable,
     argnums: Any = 0,
@@ -342,9 +344,10 @@ def grad(
     u_t(0.0, 1.0) - u_xx(0.0, 1.0)  # 0.0
     ```
     """
-    return _differentiate("grad", fun, argnums, scaling, coords, outputs, has_aux)
+    return _differentiate(fun, argnums, scaling, coords, outputs, has_aux, scalar=True)
 
 
+@public
 def jacfwd(
     fun: Callable,
     argnums: Any = 0,
@@ -367,9 +370,10 @@ def jacfwd(
 
     **Raises:** as [`mpx_pde.derivatives.grad`][].
     """
-    return _differentiate("jacfwd", fun, argnums, scaling, coords, outputs, has_aux)
+    return _differentiate(fun, argnums, scaling, coords, outputs, has_aux)
 
 
+@public
 def jacrev(
     fun: Callable,
     argnums: Any = 0,
@@ -392,9 +396,10 @@ def jacrev(
 
     **Raises:** as [`mpx_pde.derivatives.grad`][].
     """
-    return _differentiate("jacrev", fun, argnums, scaling, coords, outputs, has_aux)
+    return _differentiate(fun, argnums, scaling, coords, outputs, has_aux)
 
 
+@public
 def hessian(
     fun: Callable,
     argnums: Any = 0,
@@ -418,5 +423,5 @@ def hessian(
 
     **Raises:** as [`mpx_pde.derivatives.grad`][].
     """
-    once = _differentiate("hessian", fun, argnums, scaling, coords, outputs, has_aux)
-    return _differentiate("hessian", once, argnums, scaling, coords, outputs, has_aux)
+    once = _differentiate(fun, argnums, scaling, coords, outputs, has_aux)
+    return _differentiate(once, argnums, scaling, coords, outputs, has_aux)

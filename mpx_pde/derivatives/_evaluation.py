@@ -4,6 +4,7 @@ import functools as ft
 import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import CellType
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Inexact
 
+from .._util._calls import called, named
 from ..engine import Equation, Index, make_plan, propagate, sum_key
 from ..precision._cast import widen
 from ..precision._dtypes import FLOAT16_MAX, matmul_precision
@@ -32,7 +34,7 @@ _STACKED = 9
 many rows then replaces many products, and the program does not grow with the summands."""
 
 
-def _in_full() -> Forward | None:
+def _full_forward() -> Forward | None:
     """Returns the `Forward` of the loss if its forward pass has another precision than its backward
     pass, and `None` otherwise.
     """
@@ -44,13 +46,14 @@ def _multiplies_tensorfloat32() -> bool:
     """Returns whether derivatives in float32 multiply in TF32. The engine takes the highest
     precision unless TF32 is requested.
     """
-    forward = _in_full()
+    forward = _full_forward()
     if forward is not None:
         return forward.precision == "tensorfloat32"
     return matmul_precision() is not None and tensorfloat32_by_default()
 
 
-class Summand(NamedTuple):
+@dataclass(frozen=True)
+class Summand:
     """A derivative in a sum.
 
     **Attributes:**
@@ -63,7 +66,8 @@ class Summand(NamedTuple):
     factor: Any = 1.0
 
 
-class Sum(NamedTuple):
+@dataclass(frozen=True)
+class Sum:
     """A linear combination of derivatives, which is propagated as a whole.
 
     **Attributes:**
@@ -82,7 +86,8 @@ class Sum(NamedTuple):
     order: int = 0
 
 
-class _Asked(NamedTuple):
+@dataclass(frozen=True)
+class _Asked:
     """A result: its name, its stream (`()` for the value), its output, and its histogram rows."""
 
     name: str
@@ -91,7 +96,8 @@ class _Asked(NamedTuple):
     rows: tuple[int, ...]
 
 
-class Direction(NamedTuple):
+@dataclass(frozen=True)
+class Direction:
     """A coordinate, several stacked coordinates, or the drawn directions of a sum, given by its
     key. Seeds with a `row` are those of this row alone."""
 
@@ -126,7 +132,6 @@ class Evaluation:
 
     def __init__(
         self,
-        call: str,
         fun: Callable,
         coords: tuple[str, ...],
         outputs: tuple[str, ...],
@@ -135,7 +140,7 @@ class Evaluation:
         scaling: DerivativeScaling | None,
         dtype: Any,
     ):
-        self._call, self._fun, self._coords, self._outputs = call, fun, coords, outputs
+        self._call, self._fun, self._coords, self._outputs = called(), fun, coords, outputs
         self._sums = tuple(sums)
         self._scaling, self._dtype = scaling, dtype
         self._directions: list[Direction] = []
@@ -146,10 +151,10 @@ class Evaluation:
         ]
         of_terms = [
             _Asked(t.name, self._index(t.dirs, rows), t.output, rows)
-            for t, rows in zip(terms, _rows_of(scaling, terms, coords, call), strict=True)
+            for t, rows in zip(terms, _rows_of(scaling, terms, coords), strict=True)
         ]
         self._asked = [*of_sums, *of_terms]
-        check_distinct([asked.name for asked in self._asked], call)
+        check_distinct([asked.name for asked in self._asked])
         summed = [self._summed(k, s) for k, s in enumerate(self._sums)]
         sizes = tuple(None if len(d.coords) == 1 else len(d.coords) for d in self._directions)
         self._plan = make_plan([term.key for term in of_terms], summed, sizes)
@@ -199,7 +204,7 @@ class Evaluation:
         drawn = along[0].coords[0] < 0
         coords = [[] if drawn else [self._coords[c] for c in d.coords] for d in along]
         exponent = scaling.strategy.exponent(scaling.exponents, coords, order)
-        return scaling.strategy.kept(exponent, scaling.rule.margin)
+        return scaling.strategy.stored(exponent, scaling.rule.margin)
 
     def _requested(self) -> list[tuple[Index, int]]:
         """Returns the requested derivatives, each with the order in which it is counted. All
@@ -210,19 +215,19 @@ class Evaluation:
 
     def _scales(self, dtype: np.dtype) -> dict[Index, tuple[Array, Array]]:
         scaling = self._scaling
-        if scaling is None and dtype == jnp.float16 and not _in_full():
+        if scaling is None and dtype == jnp.float16 and not _full_forward():
             order = max((n for _, n in self._requested()), default=0)
-            note_unscaled(self._call, order)
+            note_unscaled(order)
         if scaling is None or dtype != jnp.float16 or not scaling.active:
             return {}
-        if _in_full():
+        if _full_forward():
             return self._scales_of_seeds(scaling)
         strategy = scaling.strategy
         exponents = {i: self._exponent(scaling, i) for i in self._plan.indices}
         for k, s in enumerate(self._sums):
             if s.rows:
                 smallest = ft.reduce(jnp.minimum, strategy.shifts(scaling.exponents, s.rows))
-                exponents[sum_key(k)] = strategy.kept(smallest, scaling.rule.margin)
+                exponents[sum_key(k)] = strategy.stored(smallest, scaling.rule.margin)
         return {i: (power_of_two(e), power_of_two(-e)) for i, e in exponents.items()}
 
     def _scales_of_seeds(self, scaling: DerivativeScaling) -> dict[Index, tuple[Array, Array]]:
@@ -273,7 +278,7 @@ class Evaluation:
                 out.append([drawn[0] if len(drawn) == 1 else drawn])
                 continue
             factors = [x.factor(point) if callable(x.factor) else x.factor for x in s.summands]
-            factors = [check_factor(factor, s.name, self._call) for factor in factors]
+            factors = [check_factor(factor, s.name) for factor in factors]
             if len(indices) < len(factors):
                 same = all(isinstance(f, int | float) and f == 1 for f in factors)
                 factors = [1 if same else jnp.stack([jnp.asarray(f, dtype) for f in factors])]
@@ -283,8 +288,8 @@ class Evaluation:
     def _propagated(
         self, point: Any, others: tuple[Any, ...] = (), note: list[Equation] | None = None
     ) -> tuple[Any, dict, dict]:
-        point = widen(check_point(point, others, self._coords, self._dtype, self._call))
-        network = as_network(self._fun, self._outputs, self._call)
+        point = widen(check_point(point, others, self._coords, self._dtype))
+        network = as_network(self._fun, self._outputs)
         seeds, weights = self._seeds(point.dtype), self._weights(point)
         return propagate(network, point, self._plan, seeds, weights, self._scales, note)
 
@@ -298,19 +303,23 @@ class Evaluation:
 
         **Raises:** `TypeError` for coordinates that are passed one by one, as `others`.
         """
+        with named(self._call):
+            return self._evaluated(point, others)
+
+    def _evaluated(self, point: Any, others: tuple[Any, ...]) -> dict[str, Inexact[Array, ""]]:
         value, streams, lost = self._propagated(point, others)
         if _multiplies_tensorfloat32() and value.dtype != jnp.float64:
-            warn_of_tensorfloat32(self._call, "derivative terms")
+            warn_of_tensorfloat32("derivative terms")
         blamed = self._blamed(lost)
         self._warn_of_no_curvature()
         zero, streams = jnp.zeros_like(value), {**streams, (): value}
-        found = {x.name: streams.get(x.key, zero)[x.output] for x in self._asked}
-        beyond = {name: blamed[key] for name, key, *_ in self._asked if key in blamed}
+        derivatives = {x.name: streams.get(x.key, zero)[x.output] for x in self._asked}
+        beyond = {x.name: blamed[x.key] for x in self._asked if x.key in blamed}
         # Counts all of them at once, and those with several rows once more for each further row.
         for k in range(max((len(asked.rows) for asked in self._asked), default=0)):
-            counted = {name: rows[k] for name, _, _, rows in self._asked if len(rows) > k}
-            found |= self._counted(found, counted, beyond)
-        return marked(found)
+            counted = {x.name: x.rows[k] for x in self._asked if len(x.rows) > k}
+            derivatives |= self._counted(derivatives, counted, beyond)
+        return marked(derivatives)
 
     def _warn_of_no_curvature(self) -> None:
         """Issues a warning if derivatives of order 2 or higher are asked of a network whose
@@ -321,7 +330,7 @@ class Evaluation:
         name = _piecewise(self._fun) if higher else None
         if name is not None:
             warn_user(
-                f"`{self._call}`: {', '.join(higher)} of this network is zero, because its "
+                f"`{called()}`: {', '.join(higher)} of this network is zero, because its "
                 f"activation `{name}` is piecewise linear and has no second derivative. Take a "
                 "smooth one, such as `jnp.tanh`, `jax.nn.gelu` or `jnp.sin`.",
                 UserWarning,
@@ -345,12 +354,12 @@ class Evaluation:
         return out
 
     def _counted(
-        self, found: dict[str, Array], rows: dict[str, int], lost: dict[str, Array]
+        self, derivatives: dict[str, Array], rows: dict[str, int], lost: dict[str, Array]
     ) -> dict[str, Array]:
         """Counts derivatives in one histogram, each at the scale of its row. A derivative counts as
         an overflow if a stream that leads to it is `lost`.
         """
-        x = jnp.stack([found[name] for name in rows])
+        x = jnp.stack([derivatives[name] for name in rows])
         if jnp.iscomplexobj(x):
             # The larger part is counted, with the real part.
             real, larger = jnp.real(x), jnp.maximum(jnp.abs(jnp.real(x)), jnp.abs(jnp.imag(x)))
@@ -364,7 +373,7 @@ class Evaluation:
         scaling = self._scaling
         assert scaling is not None
         counts = jnp.stack([scaling.counts[row] for row in rows.values()])
-        seen, forward = size, _in_full()
+        seen, forward = size, _full_forward()
         if scaling.active:
             shifts = scaling.strategy.shifts(scaling.exponents, [*rows.values()])
             seen = size * power_of_two(shifts).astype(x.dtype)
@@ -381,12 +390,13 @@ class Evaluation:
         """Reports how the derivatives at a point are taken, by tracing without running anything."""
         note: list[Equation] = []
         point = jax.ShapeDtypeStruct(jnp.shape(point), jnp.result_type(point))
-        jax.eval_shape(lambda p: self._propagated(p, note=note)[0], point)
+        with named(self._call):
+            jax.eval_shape(lambda p: self._propagated(p, note=note)[0], point)
         return DerivativeReport(tuple(note), len(self._plan.keys) + 1)
 
 
 def _rows_of(
-    scales: DerivativeScaling | None, terms: Sequence[Term], coords: tuple[str, ...], call: str
+    scales: DerivativeScaling | None, terms: Sequence[Term], coords: tuple[str, ...]
 ) -> list[tuple[int, ...]]:
     """Returns the row that counts and scales each term, as a tuple of one. The tuple is empty for a
     value and without a scaling. Raises a `ValueError` if the scaling does not know the term or a
@@ -395,8 +405,8 @@ def _rows_of(
     if scales is None:
         return [()] * len(terms)
     strategy = scales.strategy
-    strategy.check_coords([coords[i] for i in sorted({i for t in terms for i in t.dirs})], call)
-    row = lambda t: strategy.row_of(t.name, [coords[i] for i in t.dirs], call)
+    strategy.check_coords([coords[i] for i in sorted({i for t in terms for i in t.dirs})])
+    row = lambda t: strategy.row_of(t.name, [coords[i] for i in t.dirs])
     return [(row(t),) if t.dirs else () for t in terms]
 
 

@@ -1,5 +1,6 @@
 """Evaluates the derivatives of a network that a loss asks for, by name."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._util._calls import called, public
 from .._util._repr import in_a_line
 from .._util._types import DTypeLike, Names
 from .._util._wrapper import says_how
@@ -25,6 +27,7 @@ from ..scaling._derivatives import check_derivatives
 from ._evaluation import Evaluation, Sum, Summand
 
 
+@public
 @says_how(
     "`mpx_pde.partials(model, ['u_t', 'u_xx'], coords='tx', outputs='u')(point)`: "
     "`coords` and `outputs` name the entries of the point and of the output, in their order."
@@ -84,9 +87,10 @@ def partials(
     terms(jnp.array([2.0, 3.0]))  # {"u": 6.0, "u_x": 3.0, "u_xt": 1.0}
     ```
     """
-    return _evaluation("partials", fun, {}, terms, coords, outputs, coords, scaling, dtype)
+    return _evaluation(fun, {}, terms, coords, outputs, coords, scaling, dtype)
 
 
+@public
 @says_how(
     "`mpx_pde.laplacian(model, coords='xy', outputs='u')(point)`: "
     "`coords` and `outputs` name the entries of the point and of the output, in their order."
@@ -135,9 +139,10 @@ def laplacian(
     """
     over = coords if over is None else over
     operators = {"lap": "laplacian"}
-    return _evaluation("laplacian", fun, operators, terms, coords, outputs, over, scaling, dtype)
+    return _evaluation(fun, operators, terms, coords, outputs, over, scaling, dtype)
 
 
+@public
 @says_how(
     "`mpx_pde.linear_operator(model, {'heat': {'t': 1.0, 'xx': -0.1}}, coords='tx', outputs='u')`: "
     "`coords` and `outputs` name the entries of the point and of the output, in their order."
@@ -159,7 +164,7 @@ def linear_operator(
     stream.
 
     If only the sum is needed, such as `u_t - 0.1 u_xx`, its summands need no streams of their own.
-    One stream is propagated for all of them, beside the streams below them (here `u_x`).
+    One stream is propagated for all of them, in addition to the streams below them (here `u_x`).
 
     **Arguments:**
 
@@ -192,25 +197,24 @@ def linear_operator(
     heat(jnp.array([2.0, 3.0]))  # {"heat_u": 4.0 - 0.5 * 6.0}
     ```
     """
-    call = "linear_operator"
     if not isinstance(operators, Mapping) or not operators:
         raise TypeError(
-            f"`{call}` takes `operators` as a mapping from names to what is summed, such as "
+            f"`{called()}` takes `operators` as a mapping from names to what is summed, such as "
             f'{{"heat": {{"t": 1.0, "xx": -0.1}}}}, but got {in_a_line(operators)}.'
         )
     draw = None
     if samples is not None:
-        count = check_integer(samples, call, "samples")
-        check_key(key, call)
+        count = check_integer(samples, "samples")
+        check_key(key)
         keys = iter(jax.random.split(key, len(operators)))
-        draw = lambda found, spec, size: _sampled(
-            found, spec, size, count, next(keys), replace, call
-        )
-    return _evaluation(call, fun, operators, terms, coords, outputs, coords, scaling, dtype, draw)
+
+        def draw(total, spec, size):
+            return _sampled(total, spec, size, count, next(keys), replace)
+
+    return _evaluation(fun, operators, terms, coords, outputs, coords, scaling, dtype, draw)
 
 
 def _evaluation(
-    call: str,
     fun: Callable[..., Any],
     operators: Mapping[str, Any],
     terms: Names,
@@ -222,40 +226,40 @@ def _evaluation(
     draw: Callable[[Sum, Any, int], Sum] | None = None,
 ) -> Evaluation:
     """Builds the function that evaluates terms and operators. `draw`, if given, samples sums."""
-    check_network(fun, call)
-    check_derivatives(scaling, call)
-    coords = coords_of(coords, call)
-    outputs = names_of(outputs, call, "the outputs")
-    over = names_of(over, call, "the coordinates of `over`")
+    check_network(fun)
+    check_derivatives(scaling)
+    coords = coords_of(coords)
+    outputs = names_of(outputs, "the outputs")
+    over = names_of(over, "the coordinates of `over`")
     unknown = [c for c in over if c not in coords]
     if unknown:
         raise ValueError(
-            f"`{call}` cannot sum over {', '.join(map(repr, unknown))}: the coordinates are "
+            f"`{called()}` cannot sum over {', '.join(map(repr, unknown))}: the coordinates are "
             f"{', '.join(coords)}."
         )
-    parsed = parse_terms(terms, coords, outputs, call)
+    parsed = parse_terms(terms, coords, outputs)
     if not parsed and not operators:
         raise ValueError(
-            f"`{call}` takes the name of at least one term, such as ['u', 'u_x', 'u_xx'], but got "
-            f"{terms!r}. It would return nothing."
+            f"`{called()}` takes the name of at least one term, such as ['u', 'u_x', 'u_xx'], but "
+            f"got {terms!r}. It would return nothing."
         )
-    dtype = None if dtype is None else as_floating_dtype(dtype, call)
+    dtype = None if dtype is None else as_floating_dtype(dtype)
     dirs = [coords.index(c) for c in over]
     sums = []
     for name, spec in operators.items():
-        summands = _summands(spec, name, dirs, coords, call)
+        summands = _summands(spec, name, dirs, coords)
         rows: tuple[int, ...] = ()
         if scaling is not None:
             strategy, named = scaling.strategy, [[coords[i] for i in s.dirs] for s in summands]
-            strategy.check_coords(dict.fromkeys(itertools.chain(*named)), call)
-            rows = strategy.sum_rows(named, spec == "laplacian", call)
-        found = Sum(name, summands, rows)
-        sums.append(found if draw is None else draw(found, spec, len(coords)))
-    return Evaluation(call, fun, coords, outputs, parsed, sums, scaling, dtype)
+            strategy.check_coords(dict.fromkeys(itertools.chain(*named)))
+            rows = strategy.sum_rows(named, spec == "laplacian")
+        total = Sum(name, summands, rows)
+        sums.append(total if draw is None else draw(total, spec, len(coords)))
+    return Evaluation(fun, coords, outputs, parsed, sums, scaling, dtype)
 
 
 def _summands(
-    spec: Any, name: str, dirs: Sequence[int], coords: tuple[str, ...], call: str
+    spec: Any, name: str, dirs: Sequence[int], coords: tuple[str, ...]
 ) -> tuple[Summand, ...]:
     if isinstance(spec, str) and spec == "laplacian":
         return tuple(Summand((i, i)) for i in dirs)
@@ -264,57 +268,59 @@ def _summands(
         return tuple(Summand(tuple(sorted((i, i, j, j))), 1.0 if i == j else 2.0) for i, j in pairs)
     if not isinstance(spec, Mapping) or not spec:
         raise ValueError(
-            f"`{call}` knows the operators 'laplacian' and 'biharmonic', and mappings from "
+            f"`{called()}` knows the operators 'laplacian' and 'biharmonic', and mappings from "
             f"derivatives such as 'xx' to factors, but got {in_a_line(spec)} for {name!r}."
         )
     out: dict[tuple[int, ...], Any] = {}
     for derivative, factor in spec.items():
         if isinstance(derivative, str):
-            found = split_names(derivative, coords)
+            index = split_names(derivative, coords)
         else:
             known = all(c in coords for c in derivative)
-            found = tuple(coords.index(c) for c in derivative) if known else None
-        if not found:
+            index = tuple(coords.index(c) for c in derivative) if known else None
+        if not index:
             raise ValueError(
-                f"`{call}` cannot read {derivative!r} in the operator {name!r} as a sequence of "
-                f"coordinates. The coordinates are {', '.join(coords)}; an operator applies to all "
-                "outputs, and names none: 'xx', not 'u_xx'."
+                f"`{called()}` cannot read {derivative!r} in the operator {name!r} as a sequence "
+                f"of coordinates. The coordinates are {', '.join(coords)}; an operator applies to "
+                "all outputs, and names none: 'xx', not 'u_xx'."
             )
-        found = tuple(sorted(found))
-        if found in out:
-            raise ValueError(f"`{call}` got the derivative {derivative!r} twice in {name!r}.")
-        out[found] = factor if callable(factor) else check_factor(factor, name, call)
+        index = tuple(sorted(index))
+        if index in out:
+            raise ValueError(f"`{called()}` got the derivative {derivative!r} twice in {name!r}.")
+        out[index] = factor if callable(factor) else check_factor(factor, name)
     return tuple(Summand(d, f) for d, f in out.items())
 
 
-def _sampled(found: Sum, spec, size: int, samples: int, key, replace: bool, call: str) -> Sum:
+def _sampled(total: Sum, spec, size: int, samples: int, key, replace: bool) -> Sum:
     """Replaces a sum by one over randomly drawn directions."""
-    some = found.summands[:1] * samples
+    some = total.summands[:1] * samples
     # The network may be in float64.
     widest = jax.dtypes.canonicalize_dtype("float64")
     if isinstance(spec, str) and spec == "biharmonic":
-        dirs = sorted({i for s in found.summands for i in s.dirs})
+        dirs = sorted({i for s in total.summands for i in s.dirs})
         drawn = jax.random.normal(key, (samples, len(dirs)), jnp.float32)
         directions = jnp.zeros((samples, size), jnp.float32).at[:, np.array(dirs)].set(drawn)
         # The mean of the fourth derivative along these directions is three times the biharmonic.
         factors = jnp.full(samples, 1 / (3 * samples), widest)
-        return found._replace(summands=some, directions=(directions, factors), order=4)
-    orders = {len(s.dirs) for s in found.summands}
-    if len(orders) > 1 or any(len(set(s.dirs)) > 1 or callable(s.factor) for s in found.summands):
+        return dataclasses.replace(total, summands=some, directions=(directions, factors), order=4)
+    orders = {len(s.dirs) for s in total.summands}
+    if len(orders) > 1 or any(len(set(s.dirs)) > 1 or callable(s.factor) for s in total.summands):
         raise ValueError(
-            f"`{call}` draws samples of 'laplacian', 'biharmonic', and pure derivatives of one "
+            f"`{called()}` draws samples of 'laplacian', 'biharmonic', and pure derivatives of one "
             "order with constant factors, such as 'xxx' in every coordinate, but "
-            f"{found.name!r} has others, or functions of the point. Take those as an operator or "
+            f"{total.name!r} has others, or functions of the point. Take those as an operator or "
             "a term of their own, without `samples`."
         )
-    if not replace and samples > len(found.summands):
+    if not replace and samples > len(total.summands):
         raise ValueError(
-            f"`{call}` cannot draw {samples} of {len(found.summands)} summands of {found.name!r} "
-            "without replacement. Take fewer `samples`, or `replace=True`."
+            f"`{called()}` cannot draw {samples} of {len(total.summands)} summands of "
+            f"{total.name!r} without replacement. Take fewer `samples`, or `replace=True`."
         )
-    factors = jnp.asarray([s.factor for s in found.summands], widest)
-    at = jnp.array([s.dirs[0] for s in found.summands])
+    factors = jnp.asarray([s.factor for s in total.summands], widest)
+    at = jnp.array([s.dirs[0] for s in total.summands])
     drawn = jax.random.choice(key, len(at), (samples,), replace=replace)
     directions = jax.nn.one_hot(at[drawn], size, dtype=jnp.float32)
     factors = factors[drawn] * (len(at) / samples)
-    return found._replace(summands=some, directions=(directions, factors), order=orders.pop())
+    return dataclasses.replace(
+        total, summands=some, directions=(directions, factors), order=orders.pop()
+    )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._util._calls import named
+from .._util._calls import named, public
 from .._util._notes import noting_the_trace
 from .._util._types import DTypeLike, Names
 from .._util._wrapper import AbstractWrapper, check_callable
@@ -140,6 +140,7 @@ if TYPE_CHECKING:
     ) -> _Autocast: ...
 
 
+@public
 def autocast(
     fun: Callable[..., Any] | None = None,
     dtype: DTypeLike | lax.DotAlgorithmPreset | None = None,
@@ -220,5 +221,5 @@ def autocast(
     patterns = parse_patterns(half, "half"), parse_patterns(full, "full")
     if fun is None:
         return lambda fun: autocast(fun, dtype, half=half, full=full)
-    check_callable(fun, "autocast")
+    check_callable(fun)
     return eqx.module_update_wrapper(_Autocast(fun, parsed, *patterns))

@@ -4,7 +4,7 @@ from typing import Any
 
 import jmp
 
-from .._util._calls import present_call
+from .._util._calls import called, named
 from .._util._repr import in_a_line
 from .._util._types import PyTree
 from ..precision._dtypes import as_floating_dtype, check_bool
@@ -24,12 +24,11 @@ def mode_of(
 
     **Raises:** `ValueError` and `TypeError`, in the name of the present call, for invalid options.
     """
-    call = present_call()
     half = "whether anything is done in half precision (in which, says `policy`)"
-    mixed = check_bool(use_mixed_precision, call, "use_mixed_precision", half)
+    mixed = check_bool(use_mixed_precision, "use_mixed_precision", half)
     common = _parse_policy(policy), keep_full
     overrides = _parse_autocast(autocast)
-    forward = check_forward(forward, call)
+    forward = check_forward(forward)
     if not mixed:
         return Full(*common)
     if forward == "half" and overrides is None:
@@ -41,7 +40,7 @@ def mode_of(
         return Autocast(*common, overrides)
     if overrides:
         raise ValueError(
-            f"`{call}` takes either overrides of `autocast` or `forward={forward!r}`, which "
+            f"`{called()}` takes either overrides of `autocast` or `forward={forward!r}`, which "
             "evaluates the loss in that precision and leaves nothing to cast. Drop one of them."
         )
     return FullForward(*common, forward)
@@ -58,23 +57,23 @@ def mode_at(rung: str, like: AbstractMode) -> AbstractMode:
 
 
 def _parse_policy(policy: Any) -> jmp.Policy | None:
-    call = present_call()
     if policy is None:
         return None
     if isinstance(policy, jmp.Policy):
-        for dtype in (policy.param_dtype, policy.compute_dtype, policy.output_dtype):
-            as_floating_dtype(dtype, f"{call}(policy=…)")
+        with named(f"{called()}(policy=…)"):
+            for dtype in (policy.param_dtype, policy.compute_dtype, policy.output_dtype):
+                as_floating_dtype(dtype)
         return policy
     if isinstance(policy, str):
         try:
             return jmp.get_policy(policy)
         except (KeyError, ValueError) as e:
             raise ValueError(
-                f"`{call}` cannot read the policy {policy!r}. Write it as jmp does, for example "
-                '"params=float32,compute=bfloat16,output=float32".'
+                f"`{called()}` cannot read the policy {policy!r}. Write it as jmp does, for "
+                'example "params=float32,compute=bfloat16,output=float32".'
             ) from e
     raise TypeError(
-        f"`{call}` takes a `jmp.Policy` or its string as `policy`, such as "
+        f"`{called()}` takes a `jmp.Policy` or its string as `policy`, such as "
         f'"params=float32,compute=bfloat16,output=float32", but got {in_a_line(policy)}.'
     )
 
@@ -85,7 +84,7 @@ def _parse_autocast(options: Any) -> tuple[tuple[str, Any], ...] | None:
     options = {} if options is True else options
     if not isinstance(options, dict) or not options.keys() <= {"half", "full"}:
         raise TypeError(
-            f"`{present_call()}` takes a bool as `autocast`, or a dict of the overrides of "
+            f"`{called()}` takes a bool as `autocast`, or a dict of the overrides of "
             '`mpx_pde.autocast`, such as {"full": "readout"}. Got '
             f"{options!r}."
         )

@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, ArrayLike, Float
 
+from .._util._calls import public
 from .._util._repr import in_a_line
 from ..precision._cast import widen
 from ..precision._dtypes import check_choice, check_positive
@@ -69,8 +70,8 @@ def _public_name(fun: Callable) -> tuple[str, str] | None:
     """Returns the module and the name by which JAX offers a function; `None` for others."""
     name = getattr(fun, "__name__", None)
     modules = ("jax.numpy", "jax.nn", "jax.lax", "jax.scipy.special")
-    found = (m for m in modules if getattr(importlib.import_module(m), str(name), None) is fun)
-    module = next(found, None)
+    matches = (m for m in modules if getattr(importlib.import_module(m), str(name), None) is fun)
+    module = next(matches, None)
     return None if name is None or module is None else (module, name)
 
 
@@ -160,9 +161,9 @@ hard_clip = safe(_hard_clip)
 def sigma_clip(x: Float[Array, "channels *grid"]) -> Float[Array, "channels *grid"]:
     """Clips each channel to two standard deviations around its mean."""
     grid = tuple(range(1, x.ndim))
-    full = lax.stop_gradient(widen(x))
-    mean = jnp.mean(full, axis=grid, keepdims=True)
-    deviation = jnp.sqrt(jnp.mean((full - mean) ** 2, axis=grid, keepdims=True))
+    wide = lax.stop_gradient(widen(x))
+    mean = jnp.mean(wide, axis=grid, keepdims=True)
+    deviation = jnp.sqrt(jnp.mean((wide - mean) ** 2, axis=grid, keepdims=True))
     return jnp.clip(widen(x), mean - 2 * deviation, mean + 2 * deviation).astype(x.dtype)
 
 
@@ -174,6 +175,7 @@ class _SoftClip:
         return self.limit * jnp.tanh(x / self.limit)
 
 
+@public
 def soft_clip(limit: float) -> Callable[..., Any]:
     """Returns the function `limit * tanh(x / limit)`: the identity for small values, ±`limit` for
     large ones.
@@ -190,8 +192,8 @@ def soft_clip(limit: float) -> Callable[..., Any]:
 
     **Raises:** `ValueError` for a limit that is not a positive number.
     """
-    mend = "It returns the function that clips: `stabilizer=soft_clip(4.0)`."
-    limit = check_positive(limit, "soft_clip", "limit", mend)
+    fix = "It returns the function that clips: `stabilizer=soft_clip(4.0)`."
+    limit = check_positive(limit, "limit", fix)
     return safe(_SoftClip(limit))
 
 
@@ -203,8 +205,8 @@ STABILIZERS = {
 }
 
 
-def parse_stabilizer(stabilizer: str | Callable | None, call: str) -> Callable | None:
+def parse_stabilizer(stabilizer: str | Callable | None) -> Callable | None:
     if stabilizer is None or callable(stabilizer):
         return stabilizer
-    mend = "Others are functions of a field, or `None`."
-    return STABILIZERS[check_choice(stabilizer, STABILIZERS, call, "stabilizer", mend)]
+    fix = "Others are functions of a field, or `None`."
+    return STABILIZERS[check_choice(stabilizer, STABILIZERS, "stabilizer", fix)]

@@ -1,6 +1,7 @@
 """The precision in which a layer multiplies and stores, and the cast of its input."""
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +18,8 @@ from ..products._dot import mixed_dot_general, split_dot_general
 KEPT = "mpx_pde.nn: kept for the backward pass"
 
 
-class Arithmetic(NamedTuple):
+@dataclass(frozen=True)
+class Arithmetic:
     """The dtype that a layer stores between products, and how it computes products.
 
     **Attributes:**
@@ -55,13 +57,13 @@ def arithmetic_of(given: Arithmetic | None, weight: Any) -> Arithmetic:
     return given
 
 
-def parse_arithmetic(dtype: Any, call: str) -> Arithmetic | None:
+def parse_arithmetic(dtype: Any) -> Arithmetic | None:
     """Parses a layer's `dtype`: a floating-point type, or the name of a split product."""
     if dtype is None:
         return None
     if isinstance(dtype, str) and dtype in SPLIT_PRODUCTS:
         return Arithmetic(jnp.dtype("float32"), dtype)
-    return Arithmetic(as_floating_dtype(dtype, call))
+    return Arithmetic(as_floating_dtype(dtype))
 
 
 def centered(
@@ -78,16 +80,16 @@ def centered(
     `(y, mean, unscale)` such that `x` is `mean + unscale * y`. An `unscale` of `None` means 1.
     """
     grid = tuple(range(1, x.ndim))
-    full = x.astype(jnp.float32)
-    mean = jnp.mean(full, axis=grid, keepdims=True)
-    full = full - mean
+    wide = x.astype(jnp.float32)
+    mean = jnp.mean(wide, axis=grid, keepdims=True)
+    wide = wide - mean
     unscale = None
     if dtype == jnp.float16 and x.dtype != jnp.float16:
-        largest = lax.stop_gradient(jnp.max(jnp.abs(full)))
+        largest = lax.stop_gradient(jnp.max(jnp.abs(wide)))
         excess = jnp.maximum(jnp.frexp(largest)[1] - 15, 0)
-        full = full * jnp.ldexp(jnp.ones_like(largest), -excess)
+        wide = wide * jnp.ldexp(jnp.ones_like(largest), -excess)
         unscale = jnp.ldexp(jnp.ones_like(largest), excess)
-    return full.astype(dtype), jnp.squeeze(mean, grid), unscale
+    return wide.astype(dtype), jnp.squeeze(mean, grid), unscale
 
 
 def separate(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:

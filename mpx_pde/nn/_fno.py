@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from .._util._calls import called, public
 from .._util._types import DTypeLike
 from ..engine import KEPT_TERMS
 from ..precision._cast import widen
@@ -96,22 +97,23 @@ class Block(eqx.Module):
         return kept(y.astype(self.skip.dtype))
 
 
-def _parse_padding(padding: Any, dims: int, call: str) -> tuple[int | float, ...]:
+def _parse_padding(padding: Any, dims: int) -> tuple[int | float, ...]:
     several = isinstance(padding, Sequence | np.ndarray) and not isinstance(padding, str)
     parsed: tuple[Any, ...] = tuple(padding) if several else (padding,) * dims
     if len(parsed) != dims or not all(is_real(p) and 0 <= p <= 1 for p in parsed):
         raise ValueError(
-            f"`{call}` takes `domain_padding` as a fraction of the domain, from 0 to 1, or one for "
-            f"each of its {dims} axes, but got {padding!r}. Of 64 points, 8 are a fraction of 8/64."
+            f"`{called()}` takes `domain_padding` as a fraction of the domain, from 0 to 1, or one "
+            f"for each of its {dims} axes, but got {padding!r}. Of 64 points, 8 are a fraction of "
+            "8/64."
         )
     return parsed
 
 
-def _hidden(channels: int, ratios: dict[str, Any], call: str) -> dict[str, int]:
+def _hidden(channels: int, ratios: dict[str, Any]) -> dict[str, int]:
     """Returns the number of hidden channels of each channel MLP, by name."""
-    mend = "It is the channels of a hidden layer over `hidden_channels`."
+    fix = "It is the channels of a hidden layer over `hidden_channels`."
     return {
-        name: max(1, round(check_positive(ratio, call, f"{name}_ratio", mend) * channels))
+        name: max(1, round(check_positive(ratio, f"{name}_ratio", fix) * channels))
         for name, ratio in ratios.items()
     }
 
@@ -151,6 +153,7 @@ class FNO(eqx.Module):
     domain_padding: tuple[int | float, ...] = eqx.field(static=True)
     remat: bool = eqx.field(static=True)
 
+    @public
     def __init__(
         self,
         in_channels: int,
@@ -197,17 +200,16 @@ class FNO(eqx.Module):
         is not a fraction, `TypeError` for a `remat` or a `grid_embedding` that is not a bool, and
         what [`mpx_pde.nn.SpectralConv`][] raises.
         """
-        call = "FNO"
-        self.in_channels = check_integer(in_channels, call, "in_channels")
-        self.out_channels = check_integer(out_channels, call, "out_channels")
-        check_integer(hidden_channels, call, "hidden_channels")
-        check_integer(num_layers, call, "num_layers")
-        modes = parse_sizes(modes, DIMENSIONS, call, "modes")
-        arithmetic = parse_arithmetic(dtype, call)
-        check_key(key, call)
+        self.in_channels = check_integer(in_channels, "in_channels")
+        self.out_channels = check_integer(out_channels, "out_channels")
+        check_integer(hidden_channels, "hidden_channels")
+        check_integer(num_layers, "num_layers")
+        modes = parse_sizes(modes, DIMENSIONS, "modes")
+        arithmetic = parse_arithmetic(dtype)
+        check_key(key)
         lift_key, project_key, *keys = jax.random.split(key, num_layers + 2)
         ratios = {"lifting": lifting_ratio, "projection": projection_ratio, "mlp": mlp_ratio}
-        hidden = _hidden(hidden_channels, ratios, call)
+        hidden = _hidden(hidden_channels, ratios)
         spectral = {"method": method, "factorization": factorization, "rank": rank}
         spectral |= {"stabilizer": stabilizer, "dtype": dtype}
         block = ft.partial(Block, hidden_channels, hidden["mlp"], modes, arithmetic, **spectral)
@@ -218,12 +220,13 @@ class FNO(eqx.Module):
         self.blocks = tuple(block(key=key) for key in keys)
         self.projection = ChannelMLP(project, arithmetic, key=project_key)
         self.activation = safe(activation)
-        self.domain_padding = _parse_padding(domain_padding, len(modes), call)
+        self.domain_padding = _parse_padding(domain_padding, len(modes))
         again = "where `remat=False` keeps activations and `True` evaluates them again"
-        self.remat = check_bool(remat, call, "remat", again)
+        self.remat = check_bool(remat, "remat", again)
         coordinates = "whether the coordinates of the grid are channels too"
-        self.grid_embedding = check_bool(grid_embedding, call, "grid_embedding", coordinates)
+        self.grid_embedding = check_bool(grid_embedding, "grid_embedding", coordinates)
 
+    @public
     def __call__(
         self, x: Float[Array, "inputs *grid"], *, key: PRNGKeyArray | None = None
     ) -> Float[Array, "outputs *grid"]:
@@ -238,7 +241,7 @@ class FNO(eqx.Module):
 
         **Raises:** as [`mpx_pde.nn.SpectralConv`][].
         """
-        x = check_field(x, self.in_channels, len(self.domain_padding), "FNO")
+        x = check_field(x, self.in_channels, len(self.domain_padding))
         ends = [round(p * n) for p, n in zip(self.domain_padding, x.shape[1:], strict=True)]
         grid = tuple(slice(n) for n in x.shape[1:])
         if self.grid_embedding:

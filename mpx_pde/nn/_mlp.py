@@ -13,6 +13,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from .._util._calls import called, public
 from .._util._repr import in_a_line
 from .._util._types import DTypeLike
 from .._util._wrapper import unfit_signature
@@ -92,24 +93,24 @@ def _is_number(x: Any) -> bool:
     return (is_real(x) or known) and 0 < float(x) < math.inf
 
 
-def _parse_periods(periodic: Any, in_size: int, call: str) -> dict[int, float]:
+def _parse_periods(periodic: Any, in_size: int) -> dict[int, float]:
     periods = {} if periodic is None else periodic
     fits = isinstance(periods, Mapping) and all(
         is_integer(i) and i in range(in_size) and _is_number(p) for i, p in periods.items()
     )
     if not fits:
         raise ValueError(
-            f"`{call}` takes `periodic` as a mapping from indices of its {in_size} coordinates to "
-            f"positive periods, such as {{0: 2.0}}, but got {in_a_line(periodic)}."
+            f"`{called()}` takes `periodic` as a mapping from indices of its {in_size} coordinates "
+            f"to positive periods, such as {{0: 2.0}}, but got {in_a_line(periodic)}."
         )
     return {int(i): float(p) for i, p in periods.items()}
 
 
-def _parse_features(features: Any, call: str) -> tuple[int, float]:
+def _parse_features(features: Any) -> tuple[int, float]:
     pair = isinstance(features, Sequence) and len(features) == 2
     if not (pair and is_integer(features[0]) and features[0] > 0 and _is_number(features[1])):
         raise ValueError(
-            f"`{call}` takes `(features, sigma)` as `fourier_features`, how many random "
+            f"`{called()}` takes `(features, sigma)` as `fourier_features`, how many random "
             "frequencies and their standard deviation, such as (64, 1.0), but got "
             f"{in_a_line(features)}."
         )
@@ -150,6 +151,7 @@ class CoordinateMLP(eqx.Module):
     width_size: int = eqx.field(static=True)
     depth: int = eqx.field(static=True)
 
+    @public
     def __init__(
         self,
         in_size: int,
@@ -190,22 +192,21 @@ class CoordinateMLP(eqx.Module):
         **Raises:** `ValueError` for sizes below 1, or a `periodic` or `fourier_features` that do
         not fit; `TypeError` for a `key` or an `activation` that is not one.
         """
-        call = "CoordinateMLP"
-        self.in_size = check_integer(in_size, call, "in_size")
-        self.width_size = check_integer(width_size, call, "width_size")
-        self.depth = check_integer(depth, call, "depth")
+        self.in_size = check_integer(in_size, "in_size")
+        self.width_size = check_integer(width_size, "width_size")
+        self.depth = check_integer(depth, "depth")
         scalar = out_size == "scalar"
-        self.out_size = out_size if scalar else check_integer(out_size, call, "out_size")
-        check_key(key, call)
-        periods = _parse_periods(periodic, in_size, call)
+        self.out_size = out_size if scalar else check_integer(out_size, "out_size")
+        check_key(key)
+        periods = _parse_periods(periodic, in_size)
         embed_key, first_key, *keys = jax.random.split(key, depth + 2)
         embedded = in_size + len(periods)
         frequencies = None
         if fourier_features is not None:
-            features, sigma = _parse_features(fourier_features, call)
+            features, sigma = _parse_features(fourier_features)
             frequencies = sigma * jax.random.normal(embed_key, (embedded, features), jnp.float32)
             embedded = 2 * features
-        dtype = None if dtype is None else as_floating_dtype(dtype, call)
+        dtype = None if dtype is None else as_floating_dtype(dtype)
         outputs = 1 if scalar else out_size
         by_coordinate = tuple(periods.get(i) for i in range(in_size))
         self.embedding = Fixed(Embedding(frequencies, by_coordinate))

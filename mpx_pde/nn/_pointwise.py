@@ -47,7 +47,10 @@ class Pointwise(eqx.Module):
     ):
         weight_key, bias_key = jax.random.split(key)
         bound = 1 / np.sqrt(inputs)
-        uniform = lambda key, shape: jax.random.uniform(key, shape, jnp.float32, -bound, bound)
+
+        def uniform(key, shape):
+            return jax.random.uniform(key, shape, jnp.float32, -bound, bound)
+
         self.weight = uniform(weight_key, (outputs, inputs))
         self.bias = uniform(bias_key, (outputs,))
         self.arithmetic = arithmetic

@@ -10,6 +10,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
+from .._util._calls import called, public
 from .._util._types import DTypeLike
 from ..precision._cast import widen
 from ..precision._dtypes import check_choice, check_integer, is_integer
@@ -31,30 +32,30 @@ from ._spectral_weights import (
 DIMENSIONS = (1, 2, 3)
 
 
-def parse_sizes(sizes: Any, axes: Sequence[int], call: str, name: str) -> tuple[int, ...]:
+def parse_sizes(sizes: Any, axes: Sequence[int], name: str) -> tuple[int, ...]:
     """Returns `sizes` as positive integers, one for each spatial axis. `axes` holds the numbers of
     axes that are allowed.
     """
     several = tuple(sizes) if isinstance(sizes, Sequence | np.ndarray) else (sizes,)
     if len(several) not in axes or not all(is_integer(n) and n > 0 for n in several):
         raise ValueError(
-            f"`{call}` takes a positive integer for each spatial axis as `{name}`, of which it has "
-            f"{' or '.join(map(str, axes))}, but got {sizes!r}."
+            f"`{called()}` takes a positive integer for each spatial axis as `{name}`, of which it "
+            f"has {' or '.join(map(str, axes))}, but got {sizes!r}."
         )
     return tuple(map(int, several))
 
 
-def check_field(x: Any, channels: int, dims: int, call: str) -> Array:
+def check_field(x: Any, channels: int, dims: int) -> Array:
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(
-            f"`{call}` takes a real floating-point field, but got dtype {x.dtype.name} and shape "
-            f"{x.shape}. Pass the real and imaginary parts of a complex field as channels."
+            f"`{called()}` takes a real floating-point field, but got dtype {x.dtype.name} and "
+            f"shape {x.shape}. Pass the real and imaginary parts of a complex field as channels."
         )
     if x.ndim != dims + 1 or x.shape[0] != channels:
         raise ValueError(
-            f"`{call}` takes a field of shape [{channels} channels, {dims} spatial axes], but got "
-            f"shape {x.shape}. It is one sample: use `jax.vmap` for a batch."
+            f"`{called()}` takes a field of shape [{channels} channels, {dims} spatial axes], but "
+            f"got shape {x.shape}. It is one sample: use `jax.vmap` for a batch."
         )
     return x
 
@@ -90,6 +91,7 @@ class SpectralConv(eqx.Module):
     method: Literal["auto", "dft", "fft"] = eqx.field(static=True)
     arithmetic: Arithmetic | None = eqx.field(static=True)
 
+    @public
     def __init__(
         self,
         in_channels: int,
@@ -128,26 +130,26 @@ class SpectralConv(eqx.Module):
         **Raises:** `ValueError` for sizes below 1, an unknown `factorization`, `stabilizer` or
         `method`, and a `rank` that fits no factorization; `TypeError` for a `key` that is not one.
         """
-        call = "SpectralConv"
-        self.in_channels = check_integer(in_channels, call, "in_channels")
-        self.out_channels = check_integer(out_channels, call, "out_channels")
-        check_key(key, call)
-        self.modes = parse_sizes(modes, DIMENSIONS, call, "modes")
+        self.in_channels = check_integer(in_channels, "in_channels")
+        self.out_channels = check_integer(out_channels, "out_channels")
+        check_key(key)
+        self.modes = parse_sizes(modes, DIMENSIONS, "modes")
         dims = len(self.modes)
-        kept = tuple(len(frequencies(m, i == dims - 1)) for i, m in enumerate(self.modes))
-        if check_choice(factorization, (None, "cp"), call, "factorization") is None:
-            self.weight = dense_weight(key, kept, in_channels, out_channels)
+        counts = tuple(len(frequencies(m, i == dims - 1)) for i, m in enumerate(self.modes))
+        if check_choice(factorization, (None, "cp"), "factorization") is None:
+            self.weight = dense_weight(key, counts, in_channels, out_channels)
         else:
-            rank = cp_rank(rank, (*kept, in_channels, out_channels), call)
-            self.weight = cp_weight(key, kept, in_channels, out_channels, rank)
-        self.stabilizer = parse_stabilizer(stabilizer, call)
-        self.method = check_choice(method, ("auto", "dft", "fft"), call, "method")
-        self.arithmetic = parse_arithmetic(dtype, call)
+            rank = cp_rank(rank, (*counts, in_channels, out_channels))
+            self.weight = cp_weight(key, counts, in_channels, out_channels, rank)
+        self.stabilizer = parse_stabilizer(stabilizer)
+        self.method = check_choice(method, ("auto", "dft", "fft"), "method")
+        self.arithmetic = parse_arithmetic(dtype)
 
     @property
     def _weights(self) -> Array:
         return self.weight.inputs if isinstance(self.weight, CPWeight) else self.weight
 
+    @public
     def __call__(
         self,
         x: Float[Array, "inputs *grid"],
@@ -182,18 +184,17 @@ class SpectralConv(eqx.Module):
         """Returns the result without the contribution of the field's mean, and that contribution
         (or `None`), for callers that add a constant anyway.
         """
-        call = "SpectralConv"
         dims = len(self.modes)
-        x = check_field(x, self.in_channels, dims, call)
+        x = check_field(x, self.in_channels, dims)
         grid = x.shape[1:]
         output = grid
         if output_shape is not None:
-            output = parse_sizes(output_shape, (dims,), call, "output_shape")
+            output = parse_sizes(output_shape, (dims,), "output_shape")
         for name, sizes in (("the field", grid), ("`output_shape`", output)):
             if any(m > n for m, n in zip(self.modes, sizes, strict=True)):
                 raise ValueError(
-                    f"`{call}` keeps modes {self.modes}, which need a grid of at least as many "
-                    f"points, but {name} has a grid of {sizes}. Take fewer modes or a finer "
+                    f"`SpectralConv` keeps modes {self.modes}, which need a grid of at least as "
+                    f"many points, but {name} has a grid of {sizes}. Take fewer modes or a finer "
                     "grid."
                 )
         arithmetic = arithmetic_of(self.arithmetic, self._weights)

@@ -25,13 +25,13 @@ def choose_method(
     if is_half(dtype):
         return "dft"
     dims, size = len(grid), jnp.dtype(dtype).itemsize
-    kept = [len(frequencies(m, i == dims - 1)) for i, m in enumerate(modes)]
+    counts = [len(frequencies(m, i == dims - 1)) for i, m in enumerate(modes)]
     matrices = 0.0
     points = channels * prod(grid)
     for axis in reversed(range(dims)):
         last = axis == dims - 1
-        after = points // grid[axis] * kept[axis] * (2 if last else 1)
-        products = 2 * points * kept[axis] * 2
+        after = points // grid[axis] * counts[axis] * (2 if last else 1)
+        products = 2 * points * counts[axis] * 2
         matrices += products / PRODUCTS + (points + after) * size / MEMORY
         points = after
     # One pass over complex float32 numbers for each axis, and one to cut out the modes.

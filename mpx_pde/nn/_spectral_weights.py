@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
+from .._util._calls import called
 from ..precision._cast import widen
 from ..products._order import batch_behind
 from ._arithmetic import Arithmetic, separate
@@ -24,12 +25,12 @@ def _normal(key: PRNGKeyArray, shape: tuple[int, ...], deviation: float) -> Floa
 
 
 def dense_weight(
-    key: PRNGKeyArray, kept: tuple[int, ...], inputs: int, outputs: int
+    key: PRNGKeyArray, counts: tuple[int, ...], inputs: int, outputs: int
 ) -> Float32[Array, "*modes inputs outputs 2"]:
     """Draws normal weights with a standard deviation that preserves the size of a mode, as in
     neuraloperator.
     """
-    return _normal(key, (*kept, inputs, outputs), math.sqrt(2 / (inputs + outputs)))
+    return _normal(key, (*counts, inputs, outputs), math.sqrt(2 / (inputs + outputs)))
 
 
 def _product(x: Array, y: Array) -> Array:
@@ -64,12 +65,12 @@ class CPWeight(eqx.Module):
 
 
 def cp_weight(
-    key: PRNGKeyArray, kept: tuple[int, ...], inputs: int, outputs: int, rank: int
+    key: PRNGKeyArray, counts: tuple[int, ...], inputs: int, outputs: int, rank: int
 ) -> CPWeight:
     """Draws factors whose product has the standard deviation of dense weights."""
-    deviation = math.sqrt(2 / (inputs + outputs) / rank) ** (1 / (len(kept) + 2))
-    first, last, *keys = jax.random.split(key, len(kept) + 2)
-    modes = [_normal(k, (m, rank), deviation) for k, m in zip(keys, kept, strict=True)]
+    deviation = math.sqrt(2 / (inputs + outputs) / rank) ** (1 / (len(counts) + 2))
+    first, last, *keys = jax.random.split(key, len(counts) + 2)
+    modes = [_normal(k, (m, rank), deviation) for k, m in zip(keys, counts, strict=True)]
     return CPWeight(
         _normal(first, (inputs, rank), deviation),
         _normal(last, (rank, outputs), deviation),
@@ -128,12 +129,12 @@ def constant_response(
     return separate(jnp.sum(y, axis=0))
 
 
-def cp_rank(rank: int | float, shape: tuple[int, ...], call: str) -> int:
+def cp_rank(rank: int | float, shape: tuple[int, ...]) -> int:
     """Returns the number of terms of a factorization of complex weights of this shape."""
     whole = isinstance(rank, int) and not isinstance(rank, bool) and rank >= 1
     if not whole and not (isinstance(rank, float) and 0 < rank <= 1):
         raise ValueError(
-            f"`{call}` takes `rank` as a positive integer or as a fraction of the dense parameters "
-            f"between 0 and 1, but got {rank!r}."
+            f"`{called()}` takes `rank` as a positive integer or as a fraction of the dense "
+            f"parameters between 0 and 1, but got {rank!r}."
         )
     return int(rank) if whole else max(1, round(rank * math.prod(shape) / sum(shape)))

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from .._util._calls import named, present_call
+from .._util._calls import called, named, public
 from .._util._notes import noting_the_cast
 from .._util._repr import in_a_line
 from .._util._types import DTypeLike, PyTree
@@ -88,7 +88,8 @@ _HALF = "half"
 def _parse_out_dtype(dtype: Any) -> Any:
     if dtype is None or (isinstance(dtype, str) and dtype == _HALF):
         return dtype
-    return as_floating_dtype(dtype, "FullPrecision")
+    with named("FullPrecision"):
+        return as_floating_dtype(dtype)
 
 
 if TYPE_CHECKING:  # type checkers take its abstract `__call__` for a field
@@ -190,10 +191,10 @@ def _is_floating(x: Any) -> bool:
 
 
 def _map_arrays(fn: Callable, tree: PyTree, keep: tuple[type, ...]) -> PyTree:
-    def is_kept(x):
+    def is_excluded(x):
         return isinstance(x, keep)
 
-    return jtu.tree_map(lambda x: x if is_kept(x) else fn(x), tree, is_leaf=is_kept)
+    return jtu.tree_map(lambda x: x if is_excluded(x) else fn(x), tree, is_leaf=is_excluded)
 
 
 # Running statistics are not operands of products. In float16 they would stop changing or overflow.
@@ -208,7 +209,7 @@ def arrays_in_full(tree: PyTree) -> frozenset[int]:
 
 
 def map_operands(fn: Callable, tree: PyTree) -> PyTree:
-    """Maps `fn` over the leaves that are not kept in full precision."""
+    """Maps `fn` over the leaves outside of `FullPrecision`."""
     return _map_arrays(fn, tree, _KEPT_IN_CALLS)
 
 
@@ -221,7 +222,10 @@ def cast_operands(tree: PyTree, dtype: np.dtype) -> PyTree:
 
 def cast_except(keep: PyTree, args: tuple, kwargs: dict, dtype: np.dtype) -> tuple[tuple, dict]:
     """Casts `args` where the prefix `keep` is false, and `kwargs` unless it is `True`."""
-    cast = lambda k, subtree: subtree if k else cast_operands(subtree, dtype)
+
+    def cast(k, subtree):
+        return subtree if k else cast_operands(subtree, dtype)
+
     args = _by_prefix(cast, keep, args)
     return args, kwargs if keep is True else cast_operands(kwargs, dtype)
 
@@ -239,8 +243,7 @@ def _by_prefix(fun: Callable[[bool, PyTree], PyTree], keep: PyTree, args: tuple)
     def checked(k, subtree):
         if not isinstance(k, bool):
             raise TypeError(
-                f"`{present_call()}` takes bools as the leaves of `keep_full`, but got "
-                f"{in_a_line(k)}."
+                f"`{called()}` takes bools as the leaves of `keep_full`, but got {in_a_line(k)}."
             )
         return fun(k, subtree)
 
@@ -248,7 +251,7 @@ def _by_prefix(fun: Callable[[bool, PyTree], PyTree], keep: PyTree, args: tuple)
         return jtu.tree_map(checked, keep, args)
     except ValueError as e:
         raise ValueError(
-            f"`{present_call()}` takes `keep_full` as a prefix of its {len(args)} positional "
+            f"`{called()}` takes `keep_full` as a prefix of its {len(args)} positional "
             "arguments: one bool for all, or a tuple with one entry each, such as (False, True). "
             f"Got {keep!r}."
         ) from e
@@ -263,6 +266,7 @@ def widen(tree: PyTree) -> PyTree:
     return map_operands(widen_leaf, tree)
 
 
+@public
 def cast_tree(tree: PyTree, dtype: DTypeLike) -> PyTree:
     """Casts every real floating-point array in a PyTree to `dtype`.
 
@@ -287,7 +291,7 @@ def cast_tree(tree: PyTree, dtype: DTypeLike) -> PyTree:
     half = mpx.cast_tree({"w": jnp.ones(3), "steps": jnp.arange(3)}, jnp.float16)
     ```
     """
-    to = as_floating_dtype(dtype, "cast_tree")
+    to = as_floating_dtype(dtype)
     return _map_arrays(lambda x: _cast_leaf(x, to), tree, (FullPrecision,))
 
 
@@ -367,6 +371,7 @@ class _FullPrecisionFunction(AbstractWrapper):
         return _FullPrecisionFunction(eqx.Partial(self.fun, instance), self._return_dtype)
 
 
+@public
 def cast_function(
     func: Callable[..., Any], dtype: DTypeLike, return_dtype: DTypeLike | None = None
 ) -> Callable[..., Any]:
@@ -391,12 +396,13 @@ def cast_function(
     **Raises:** `TypeError` if `func` cannot be called, `ValueError` for a `dtype` that is not a
     real floating-point type.
     """
-    check_callable(func, "cast_function")
-    to = as_floating_dtype(dtype, "cast_function")
-    back = to if return_dtype is None else as_floating_dtype(return_dtype, "cast_function")
+    check_callable(func)
+    to = as_floating_dtype(dtype)
+    back = to if return_dtype is None else as_floating_dtype(return_dtype)
     return eqx.module_update_wrapper(_CastFunction(func, to, back))
 
 
+@public
 def force_full_precision(
     func: Callable[..., Any], return_dtype: DTypeLike | None = None
 ) -> Callable[..., Any]:
@@ -427,7 +433,6 @@ def force_full_precision(
     weights = mpx.force_full_precision(jax.nn.softmax)(scores.astype(jnp.float16))  # float16
     ```
     """
-    call = "force_full_precision"
-    check_callable(func, call)
-    back = None if return_dtype is None else as_floating_dtype(return_dtype, call)
+    check_callable(func)
+    back = None if return_dtype is None else as_floating_dtype(return_dtype)
     return eqx.module_update_wrapper(_FullPrecisionFunction(func, back))

@@ -16,8 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._util._calls import called, named, public
 from .._util._repr import in_a_line
 from .._util._types import DTypeLike
+from ._setting import setting, setting_with
 
 
 FLOAT16_MAX: float = float(jnp.finfo("float16").max)
@@ -32,13 +34,10 @@ _HALF = {name: jnp.dtype(name) for name in ("float16", "bfloat16")}
 # half-precision type is never reused for the other.
 _half_context = jax.make_user_context("float16")
 
-# How half precision was asked for in this context, and which: `("cast", "float16")`, or "autocast".
-_asked_context = jax.make_user_context(None)
 
-
-def as_floating_dtype(dtype: Any, call: str) -> np.dtype:
-    """Returns `dtype` as a NumPy dtype; raises a `ValueError` in the name of `call` unless it is a
-    real floating-point type.
+def as_floating_dtype(dtype: Any) -> np.dtype:
+    """Returns `dtype` as a NumPy dtype; raises a `ValueError` in the name of the called function
+    unless it is a real floating-point type.
     """
     try:
         if dtype is None or eqx.is_array(dtype):
@@ -50,22 +49,22 @@ def as_floating_dtype(dtype: Any, call: str) -> np.dtype:
     if out is None or not jnp.issubdtype(out, jnp.floating):
         got = f"{dtype!r}, which is not a dtype" if out is None else out.name
         raise ValueError(
-            f"`{call}` needs a real floating-point dtype such as jnp.float16 or 'bfloat16', but "
-            f"got {got}."
+            f"`{called()}` needs a real floating-point dtype such as jnp.float16 or 'bfloat16', "
+            f"but got {got}."
         )
     return out
 
 
-def as_half_dtype(dtype: Any, call: str) -> np.dtype:
-    """Returns `dtype` as a NumPy dtype; raises a `ValueError` in the name of `call` unless it is
-    float16 or bfloat16.
+def as_half_dtype(dtype: Any) -> np.dtype:
+    """Returns `dtype` as a NumPy dtype; raises a `ValueError` in the name of the called function
+    unless it is float16 or bfloat16.
     """
-    out = as_floating_dtype(dtype, call)
+    out = as_floating_dtype(dtype)
     if not is_half(out):
         raise ValueError(
-            f"`{call}` takes float16 or bfloat16 (a dtype or its name), but got {out.name}. For "
-            "full precision pass `use_mixed_precision=False` to `filter_grad`, or a policy with "
-            "'compute=float32'."
+            f"`{called()}` takes float16 or bfloat16 (a dtype or its name), but got {out.name}. "
+            "For full precision pass `use_mixed_precision=False` to `filter_grad`, or a policy "
+            "with 'compute=float32'."
         )
     return out
 
@@ -75,33 +74,34 @@ def is_integer(x: Any) -> bool:
     return isinstance(x, int | np.integer) and not isinstance(x, bool)
 
 
-def check_bool(value: Any, call: str, name: str, meaning: str) -> bool:
-    """Returns a bool; raises a `TypeError` in the name of `call` unless it is one."""
+def check_bool(value: Any, name: str, meaning: str) -> bool:
+    """Returns a bool; raises a `TypeError` in the name of the called function unless it is one."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(
-            f"`{call}` takes a bool as `{name}`, {meaning}, but got {in_a_line(value)}. "
+            f"`{called()}` takes a bool as `{name}`, {meaning}, but got {in_a_line(value)}. "
             "It decides which program is compiled: under `jit` it is static."
         )
     return bool(value)
 
 
-def check_choice(value: Any, choices: Collection, call: str, name: str, mend: str = "") -> Any:
-    """Returns `value`; raises a `ValueError` in the name of `call` unless it is a choice."""
+def check_choice(value: Any, choices: Collection, name: str, fix: str = "") -> Any:
+    """Returns `value`; raises a `ValueError` in the name of the called function unless it is a
+    choice."""
     # Types are compared too, because NumPy's float16 equals "half".
     if not any(isinstance(value, type(choice)) and value == choice for choice in choices):
         known = ", ".join(map(repr, choices))
-        told = f"`{call}` takes {known} as `{name}`, but got {in_a_line(value)}. {mend}"
-        raise ValueError(told.rstrip())
+        message = f"`{called()}` takes {known} as `{name}`, but got {in_a_line(value)}. {fix}"
+        raise ValueError(message.rstrip())
     return value
 
 
-def check_integer(value: Any, call: str, name: str, least: int = 1) -> int:
-    """Returns an integer; raises a `ValueError` in the name of `call` unless it is an integer of at
-    least `least`.
+def check_integer(value: Any, name: str, least: int = 1) -> int:
+    """Returns an integer; raises a `ValueError` in the name of the called function unless it is an
+    integer of at least `least`.
     """
     if not is_integer(value) or value < least:
         what = "a positive integer" if least == 1 else f"an integer of at least {least}"
-        raise ValueError(f"`{call}` needs {what} as `{name}`, but got {in_a_line(value)}.")
+        raise ValueError(f"`{called()}` needs {what} as `{name}`, but got {in_a_line(value)}.")
     return int(value)
 
 
@@ -110,13 +110,15 @@ def is_real(x: Any) -> bool:
     return isinstance(x, numbers.Real) and not isinstance(x, bool)
 
 
-def check_positive(value: Any, call: str, name: str, mend: str = "") -> float:
-    """Returns a number; raises a `ValueError` in the name of `call` unless it is positive and
-    finite.
+def check_positive(value: Any, name: str, fix: str = "") -> float:
+    """Returns a number; raises a `ValueError` in the name of the called function unless it is
+    positive and finite.
     """
     if not is_real(value) or not 0 < value < math.inf:
-        told = f"`{call}` needs a positive number as `{name}`, but got {in_a_line(value)}. {mend}"
-        raise ValueError(told.rstrip())
+        message = (
+            f"`{called()}` needs a positive number as `{name}`, but got {in_a_line(value)}. {fix}"
+        )
+        raise ValueError(message.rstrip())
     return float(value)
 
 
@@ -150,6 +152,7 @@ def half_precision_datatype() -> np.dtype:
     return _HALF[_half_context.value]
 
 
+@public
 def set_half_precision_datatype(datatype: DTypeLike) -> None:
     """Sets what *half precision* means from now on, in every thread.
 
@@ -163,7 +166,7 @@ def set_half_precision_datatype(datatype: DTypeLike) -> None:
 
     **Raises:** `ValueError` for anything else.
     """
-    name = as_half_dtype(datatype, "set_half_precision_datatype").name
+    name = as_half_dtype(datatype).name
     # In JAX 0.10.0 only the underlying object has the setter.
     context = _half_context if hasattr(_half_context, "set_global") else _half_context._obj
     context.set_global(name)
@@ -184,7 +187,9 @@ def half_precision(datatype: DTypeLike) -> Iterator[None]:
 
     **Raises:** `ValueError` for anything else.
     """
-    with _half_context(as_half_dtype(datatype, "half_precision").name):
+    with named("half_precision"):
+        name = as_half_dtype(datatype).name
+    with _half_context(name):
         yield
 
 
@@ -204,8 +209,8 @@ def largest_scale(dtype: Any) -> float:
 def asked_for_half(by: str, datatype: Any) -> Iterator[None]:
     """A context manager that records that half precision was asked for, by a `"cast"` of arguments
     or by `"autocast"`."""
-    asked = _asked_context((by, jnp.dtype(datatype).name))
-    with half_precision(datatype), asked, precision_gives_way():
+    asked = by, jnp.dtype(datatype).name
+    with half_precision(datatype), setting_with(asked=asked), precision_gives_way():
         yield
 
 
@@ -213,21 +218,19 @@ def asked_of_context() -> tuple[str, str] | None:
     """Returns how the surrounding context asks for half precision, and for which. Returns `None` if
     it does not.
     """
-    return _asked_context.value
+    return setting().asked
 
 
 def half_behind() -> np.dtype | None:
     """Returns the half precision that the context asks for. Returns `None` if it asks for none, as
     in a float32 baseline or when a model is evaluated.
     """
-    asked = _asked_context.value
+    asked = setting().asked
     return None if asked is None else _HALF[asked[1]]
 
 
-# A default precision of products that half precision overrides, or `_ASKED` inside of code that
-# insists on float32.
-_default_precision = jax.make_user_context("")
 _ASKED = "asked for by name"
+"""The present setting of `products` inside of code that insists on float32."""
 
 
 def matmul_precision() -> str | None:
@@ -251,7 +254,7 @@ def _precision_at(setting: str) -> Any:
 @contextmanager
 def highest_precision(by: str = _ASKED) -> Iterator[None]:
     """A context manager in which products take the highest precision."""
-    with jax.default_matmul_precision("highest"), _default_precision(by):
+    with jax.default_matmul_precision("highest"), setting_with(products=by):
         yield
 
 
@@ -266,15 +269,15 @@ def precision_gives_way() -> AbstractContextManager[Any]:
     """Returns a context in which half precision is asked for. A default precision of products that
     was set outside of it does not apply inside. One that is set inside does.
     """
-    asked = _default_precision.value == _ASKED
-    return nullcontext() if asked else _default_precision(matmul_precision() or "")
+    asked = setting().products == _ASKED
+    return nullcontext() if asked else setting_with(products=matmul_precision() or "")
 
 
 def precision_of_user() -> AbstractContextManager[Any]:
     """Returns a context that traces a program without a default precision that gives way.
     Interpreters would otherwise treat the precision of its products as a choice of the program.
     """
-    gives_way = _default_precision.value == (matmul_precision() or "")
+    gives_way = setting().products == (matmul_precision() or "")
     return jax.default_matmul_precision(None) if gives_way else nullcontext()
 
 
@@ -292,7 +295,7 @@ def product_datatype(dtype: Any) -> np.dtype:
     It is the dtype of the weights, since casting a model casts them. [`mpx_pde.autocast`][] casts
     nothing beforehand, and supplies its own dtype.
     """
-    dtype, asked = jnp.dtype(dtype), _asked_context.value
+    dtype, asked = jnp.dtype(dtype), setting().asked
     if asked is None or asked[0] != "autocast" or full_precision_asked() or dtype != jnp.float32:
         return dtype
     return _HALF[asked[1]]

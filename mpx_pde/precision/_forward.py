@@ -1,13 +1,16 @@
 """A precision of the forward pass that differs from that of the backward pass."""
 
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._util._calls import called
 from ._dtypes import check_choice
+from ._setting import setting, setting_with
 from ._split import SPLIT_PRODUCTS
 
 
@@ -24,13 +27,15 @@ def options_of(rung: str) -> dict[str, Any]:
     return {"use_mixed_precision": False} if rung == "full" else {"forward": rung}
 
 
-def check_rung(rung: Any, call: str, name: str) -> str:
-    """Returns `rung`; raises a `ValueError` in the name of `call` unless it is one of `RUNGS`."""
-    check_choice(rung, RUNGS, call, name)
-    return rung if rung == "full" else check_forward(rung, call)
+def check_rung(rung: Any, name: str) -> str:
+    """Returns `rung`; raises a `ValueError` in the name of the called function unless it is one of
+    `RUNGS`."""
+    check_choice(rung, RUNGS, name)
+    return rung if rung == "full" else check_forward(rung)
 
 
-class Forward(NamedTuple):
+@dataclass(frozen=True)
+class Forward:
     """The precisions of a loss while it is traced: one for its forward pass and one for its
     backward pass.
 
@@ -58,13 +63,9 @@ class Forward(NamedTuple):
         return self.precision if self.precision in SPLIT_PRODUCTS else None
 
 
-# Part of the keys of jit's caches, like the half type.
-_context = jax.make_user_context(None)
-
-
 def present_forward() -> Forward | None:
     """Returns the `Forward` of the loss that is being traced, or `None` outside of such a loss."""
-    return _context.value
+    return setting().forward
 
 
 def in_full_forward() -> bool:
@@ -76,21 +77,18 @@ def in_full_forward() -> bool:
 
 def forward_in(forward: Forward | None) -> AbstractContextManager[Any]:
     """Traces its body under `forward`."""
-    return _context(forward)
-
-
-_without_halves = jax.make_user_context(False)
+    return setting_with(forward=forward)
 
 
 def without_halves() -> AbstractContextManager[Any]:
     """Returns a context in which layers with a half `dtype` compute in that of their weights."""
-    return _without_halves(True)
+    return setting_with(without_halves=True)
 
 
 def asked_in_full() -> bool:
     """Returns whether a function around the present one is in full precision, forward and
     backward."""
-    return _without_halves.value
+    return setting().without_halves
 
 
 def takes_halves() -> bool:
@@ -99,18 +97,18 @@ def takes_halves() -> bool:
     return not (asked_in_full() or in_full_forward())
 
 
-def check_forward(precision: Any, call: str) -> str:
-    """Returns `precision`; raises a `ValueError` in the name of `call` unless it is one of
-    `FORWARDS`.
+def check_forward(precision: Any) -> str:
+    """Returns `precision`; raises a `ValueError` in the name of the called function unless it is
+    one of `FORWARDS`.
     """
     name = getattr(precision, "__name__", str(precision))
-    mend = 'A half forward pass is "half", in the compute dtype of `policy`.'
-    mend = mend if name in ("float16", "bfloat16") else ""
-    check_choice(precision, FORWARDS, call, "forward", mend)
+    fix = 'A half forward pass is "half", in the compute dtype of `policy`.'
+    fix = fix if name in ("float16", "bfloat16") else ""
+    check_choice(precision, FORWARDS, "forward", fix)
     if precision == "float64" and jax.dtypes.canonicalize_dtype("float64") != jnp.float64:
         raise ValueError(
-            f"`{call}` cannot evaluate in float64 while JAX has 64-bit types switched off. Call "
-            '`jax.config.update("jax_enable_x64", True)` at the start of the program, or take '
+            f"`{called()}` cannot evaluate in float64 while JAX has 64-bit types switched off. "
+            'Call `jax.config.update("jax_enable_x64", True)` at the start of the program, or take '
             "'float32' as `forward`."
         )
     return precision

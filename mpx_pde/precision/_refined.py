@@ -8,13 +8,14 @@ import jax
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
-from .._util._calls import named
+from .._util._calls import named, public
 from .._util._wrapper import AbstractWrapper, check_callable
 from ._cast import cast_except, cast_operands, is_inexact, widen
 from ._dtypes import as_half_dtype, asked_for_half, half_precision_datatype, highest_precision
 from ._forward import without_halves
 
 
+@public
 def refined(fun: Callable, *, dtype: Any = None, keep_full: PyTree = False) -> Callable:
     """Gives a function the value of float32 and the derivative of half precision.
 
@@ -53,9 +54,8 @@ def refined(fun: Callable, *, dtype: Any = None, keep_full: PyTree = False) -> C
     **Raises:** `TypeError` if `fun` cannot be called, `ValueError` for a `dtype` that is not a half
     type or a `keep_full` that does not fit.
     """
-    call = "refined"
-    check_callable(fun, call)
-    dtype = None if dtype is None else as_half_dtype(dtype, call)
+    check_callable(fun)
+    dtype = None if dtype is None else as_half_dtype(dtype)
     return eqx.module_update_wrapper(_Refined(fun, dtype, keep_full))
 
 
@@ -66,7 +66,10 @@ class _Refined(AbstractWrapper):
 
     def __call__(self, /, *args, **kwargs):
         dtype = half_precision_datatype() if self.dtype is None else self.dtype
-        stop = lambda x: jax.lax.stop_gradient(x) if is_inexact(x) else x
+
+        def stop(x):
+            return jax.lax.stop_gradient(x) if is_inexact(x) else x
+
         fixed, fixed_args, fixed_kwargs = jtu.tree_map(stop, (self.fun, args, kwargs))
         with highest_precision(), without_halves():
             full = fixed(*fixed_args, **fixed_kwargs)

@@ -80,9 +80,10 @@ def split_by_halves(product: Callable, x: Any, y: Any, axes: tuple[int, int]) ->
     products are written in bfloat16. They are smaller by 2⁻⁸, and the error of the sum is then 1.6
     times that with float32 products.
     """
-    by = lambda x, y, dtype: product(
-        x, y, precision=lax.Precision.HIGHEST, preferred_element_type=dtype
-    )
+
+    def by(x, y, dtype):
+        return product(x, y, precision=lax.Precision.HIGHEST, preferred_element_type=dtype)
+
     rows, columns = (z.size // z.shape[axis] for z, axis in zip((x, y), axes, strict=True))
     if rows * columns > 2 * (x.size + y.size):
         left, right = halves_in_line(x, y, axes, IN_HALVES)

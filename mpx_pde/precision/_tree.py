@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
+from .._util._calls import called, public
 from .._util._repr import in_a_line
 from .._util._types import BoolLike, PyTree
 from ._cast import is_inexact, widen
@@ -30,11 +31,11 @@ def _all_of(tree: PyTree, holds: Callable[[Array], Bool[Array, "..."]]) -> Bool[
         # On a mesh with explicit axes, only arrays with the same layout can be combined.
         alike.setdefault((x.shape, jax.typeof(x).sharding.spec), []).append(x)
     # Combines arrays of the same shape entry by entry, so that one reduction reads all of them.
-    told = [jnp.all(ft.reduce(jnp.logical_and, map(holds, xs))) for xs in alike.values()]
-    if not told:
+    flags = [jnp.all(ft.reduce(jnp.logical_and, map(holds, xs))) for xs in alike.values()]
+    if not flags:
         return jnp.array(True)
     # XLA for CPUs would copy cheap operations into every kernel that reads them, but not a root.
-    return jax.lax.sqrt(ft.reduce(jnp.logical_and, told).astype(jnp.float32)) > 0
+    return jax.lax.sqrt(ft.reduce(jnp.logical_and, flags).astype(jnp.float32)) > 0
 
 
 def all_finite(tree: PyTree) -> Bool[Array, ""]:
@@ -80,15 +81,15 @@ def global_norm(tree: PyTree) -> Float[Array, ""]:
     return jnp.sqrt(sum((s.astype(dtype) for s in squares), start=jnp.zeros((), dtype)))
 
 
-def check_flag(pred: Any, call: str, name: str) -> Bool[Array, ""]:
-    """Returns `pred` as a scalar bool array; raises a `TypeError` in the name of `call` if it is
-    not one.
+def check_flag(pred: Any, name: str) -> Bool[Array, ""]:
+    """Returns `pred` as a scalar bool array; raises a `TypeError` in the name of the called
+    function if it is not one.
     """
     shape, dtype = np.shape(pred), getattr(pred, "dtype", type(pred))
     if shape != () or dtype not in (bool, jnp.bool_):
         raise TypeError(
-            f"`{call}` needs a scalar bool as `{name}`, as `mpx_pde.all_finite` returns it, but "
-            f"got {in_a_line(pred)}."
+            f"`{called()}` needs a scalar bool as `{name}`, as `mpx_pde.all_finite` returns it, "
+            f"but got {in_a_line(pred)}."
         )
     return jnp.asarray(pred)
 
@@ -99,50 +100,53 @@ def is_key(x: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def check_key(key: Any, call: str) -> None:
-    """Raises a `TypeError` in the name of `call` unless `key` is a key of `jax.random`."""
+def check_key(key: Any) -> None:
+    """Raises a `TypeError` in the name of the called function unless `key` is a key of
+    `jax.random`."""
     raw = getattr(key, "dtype", None) == jnp.uint32 and np.ndim(key) == 1
     if not raw and not (is_key(key) and np.ndim(key) == 0):
         raise TypeError(
-            f"`{call}` takes one key of `jax.random` as `key`, such as `jax.random.key(0)`, but "
-            f"got {in_a_line(key)}."
+            f"`{called()}` takes one key of `jax.random` as `key`, such as `jax.random.key(0)`, "
+            f"but got {in_a_line(key)}."
         )
 
 
-def check_same_structure(
-    call: str, a_name: str, a: PyTree, b_name: str, b: PyTree, mend: str = ""
-) -> None:
-    """Raises a `ValueError` in the name of `call` unless both trees have the same structure."""
+def check_same_structure(a_name: str, a: PyTree, b_name: str, b: PyTree, fix: str = "") -> None:
+    """Raises a `ValueError` in the name of the called function unless both trees have the same
+    structure."""
     if jtu.tree_structure(a) != jtu.tree_structure(b):
         raise ValueError(
-            f"`{call}`: {a_name} and {b_name} must have the same structure. Of {a_name}, "
-            f"{first_difference(b, a)}.{mend}"
+            f"`{called()}`: {a_name} and {b_name} must have the same structure. Of {a_name}, "
+            f"{first_difference(b, a)}.{fix}"
         )
 
 
-def first_difference(wanted: PyTree, given: PyTree) -> str | None:
-    """Describes the first leaf or node in which `given` differs from `wanted`. Leaves, `None`
+def first_difference(wanted: PyTree, got: PyTree) -> str | None:
+    """Describes the first leaf or node in which `got` differs from `wanted`. Leaves, `None`
     included, differ by path, shape or dtype, or by value if they are not arrays; nodes differ by
     type or static fields. Returns `None` if there is no difference.
     """
-    told = lambda x: f"{x.dtype}{[*x.shape]}" if hasattr(x, "shape") else repr(x)
+
+    def describe(x):
+        return f"{x.dtype}{[*x.shape]}" if hasattr(x, "shape") else repr(x)
 
     def leaves(tree):
-        found = jtu.tree_leaves_with_path(tree, is_leaf=lambda x: x is None)
-        return {jtu.keystr(path): told(x) for path, x in found}
+        pairs = jtu.tree_leaves_with_path(tree, is_leaf=lambda x: x is None)
+        return {jtu.keystr(path): describe(x) for path, x in pairs}
 
-    should, has = leaves(wanted), leaves(given)
+    should, has = leaves(wanted), leaves(got)
     for path in dict.fromkeys([*should, *has]):
         if should.get(path) != has.get(path):
             it, wants = (x.get(path, "nothing") for x in (has, should))
             return f"at {path or 'its root'} it has {it}, where there should be {wants}"
     try:
-        jtu.tree_map(lambda *_: None, wanted, given)
+        jtu.tree_map(lambda *_: None, wanted, got)
     except ValueError as e:
         return f"a node differs ({' '.join(str(e).split())})"
     return None
 
 
+@public
 def select_tree(pred: BoolLike, a: PyTree, b: PyTree) -> PyTree:
     """Selects the PyTree `a` where `pred` is true and `b` where it is not, leaf by leaf.
 
@@ -165,16 +169,15 @@ def select_tree(pred: BoolLike, a: PyTree, b: PyTree) -> PyTree:
 
     **Raises:** `TypeError` if `pred` is not a scalar bool, `ValueError` if the trees do not match.
     """
-    call = "select_tree"
-    pred = check_flag(pred, call, "pred")
-    check_same_structure(call, "the first tree", a, "the second", b)
+    pred = check_flag(pred, "pred")
+    check_same_structure("the first tree", a, "the second", b)
 
     def select(path, x, y):
         if not (eqx.is_array_like(x) and eqx.is_array_like(y)) or x is y:
             return x
         if jnp.shape(x) != jnp.shape(y) or jnp.result_type(x) != jnp.result_type(y):
             raise ValueError(
-                f"`{call}`: the leaves at {jtu.keystr(path) or 'the root'} must have the same "
+                f"`{called()}`: the leaves at {jtu.keystr(path) or 'the root'} must have the same "
                 f"shape and dtype, but are {jax.typeof(x)} and {jax.typeof(y)}."
             )
         if isinstance(x, bool | int | float | complex) and x == y:

@@ -14,6 +14,7 @@ from jax.experimental.jet import jet_rules
 from jax.interpreters import ad, mlir, xla
 from jaxtyping import Array
 
+from .._util._calls import called
 from .._util._in_jax import IN_JAX
 from .._util._varying import match_varying_axes
 from ..precision._dtypes import as_floating_dtype, full_precision_asked, wide
@@ -36,38 +37,36 @@ class Given(NamedTuple):
     turned: bool = False
 
 
-def as_operand(x: Any, call: str) -> Array:
+def as_operand(x: Any) -> Array:
     out = jnp.asarray(x)
     if not jnp.issubdtype(out.dtype, jnp.floating):
         raise TypeError(
-            f"`{call}` multiplies real floating-point arrays, but got an operand of dtype "
+            f"`{called()}` multiplies real floating-point arrays, but got an operand of dtype "
             f"{out.dtype.name} and shape {out.shape}. Cast it to a floating-point dtype; split a "
             "complex array into its real and imaginary parts."
         )
     return out
 
 
-def _narrowest(operands: Sequence[Array], call: str) -> np.dtype:
+def _narrowest(operands: Sequence[Array]) -> np.dtype:
     smallest = min(x.dtype.itemsize for x in operands)
     dtypes = {x.dtype for x in operands if x.dtype.itemsize == smallest}
     if len(dtypes) > 1:
         names = " and ".join(sorted(d.name for d in dtypes))
         raise ValueError(
-            f"`{call}` without a `dtype` multiplies in the narrowest dtype of its operands, but "
-            f"got {names}. Pass `dtype`."
+            f"`{called()}` without a `dtype` multiplies in the narrowest dtype of its operands, "
+            f"but got {names}. Pass `dtype`."
         )
     return dtypes.pop()
 
 
-def product_dtypes(
-    operands: Sequence[Array], dtype: Any, out_dtype: Any, call: str
-) -> dict[str, Any]:
+def product_dtypes(operands: Sequence[Array], dtype: Any, out_dtype: Any) -> dict[str, Any]:
     """Returns the parameters of a product: the dtype that it multiplies in, the dtype of its
     result, and whether its caller asked for each of them.
     """
     given = Given(dtype is not None or full_precision_asked(), out_dtype is not None)
-    canonical = lambda d: jax.dtypes.canonicalize_dtype(as_floating_dtype(d, call))
-    dtype = _narrowest(operands, call) if dtype is None else canonical(dtype)
+    canonical = lambda d: jax.dtypes.canonicalize_dtype(as_floating_dtype(d))
+    dtype = _narrowest(operands) if dtype is None else canonical(dtype)
     out_dtype = dtype if out_dtype is None else canonical(out_dtype)
     return {"dtype": dtype, "out_dtype": out_dtype, "given": given}
 

@@ -10,6 +10,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching
 from jaxtyping import Array, Float
 
+from .._util._calls import public
 from .._util._types import DTypeLike
 from .._util._varying import match_varying_axes
 from ..precision._dtypes import is_half
@@ -47,7 +48,9 @@ def _cotangent(place: int, g, x, y, *, dtype, out_dtype, given, **window):
     aval, other = (x.aval, y) if place == 0 else (y.aval, x)
 
     def cotangent(g, other):
-        convolved = lambda z: _plain(window)(*((z, other) if place == 0 else (other, z)))
+        def convolved(z):
+            return _plain(window)(*((z, other) if place == 0 else (other, z)))
+
         return jax.linear_transpose(convolved, aval.update(dtype=g.dtype, weak_type=False))(g)
 
     closed = traced(cotangent, jax.typeof(g), jax.typeof(other))
@@ -67,6 +70,7 @@ define_product(mixed_conv_general_dilated_p, lax.conv_general_dilated_p, _conv, 
 batching.primitive_batchers[mixed_conv_general_dilated_p] = _batch
 
 
+@public
 def mixed_conv_general_dilated(
     lhs: Float[Array, "..."],
     rhs: Float[Array, "..."],
@@ -109,9 +113,8 @@ def mixed_conv_general_dilated(
     `dtype` that is not a floating-point type; for shapes that do not fit, as
     [`jax.lax.conv_general_dilated`][].
     """
-    call = "mixed_conv_general_dilated"
-    lhs, rhs = match_varying_axes(as_operand(lhs, call), as_operand(rhs, call))
-    dtypes = product_dtypes((lhs, rhs), dtype, out_dtype, call)
+    lhs, rhs = match_varying_axes(as_operand(lhs), as_operand(rhs))
+    dtypes = product_dtypes((lhs, rhs), dtype, out_dtype)
     window = (window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers)
     groups = (feature_group_count, batch_group_count)
     # Lets JAX resolve and check padding and dimension numbers.

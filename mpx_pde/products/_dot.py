@@ -19,6 +19,7 @@ from jax.interpreters import batching
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
+from .._util._calls import public
 from .._util._types import DTypeLike
 from .._util._varying import match_varying_axes
 from ..precision._dtypes import is_integer
@@ -74,8 +75,8 @@ def _dot(x, y, *, dimension_numbers, dtype, out_dtype, out_sharding, given, algo
     x, y = (lax.convert_element_type(z, dtype) for z in (x, y))
     shapes = x.shape, y.shape
     if known and _is_by_vector(x, y, dimension_numbers):
-        full = {"precision": lax.Precision.HIGHEST, "preferred_element_type": dtype}
-        out = product(x, y, **full)
+        highest = {"precision": lax.Precision.HIGHEST, "preferred_element_type": dtype}
+        out = product(x, y, **highest)
     elif on_cpu:
         out = split_product(product, x, y, algorithm)
     elif on_gpu and algorithm == IN_HALVES and is_taken_by_halves(*shapes, ndim=2):
@@ -87,15 +88,15 @@ def _dot(x, y, *, dimension_numbers, dtype, out_dtype, out_sharding, given, algo
 
 
 def _is_by_vector(x, y, dimension_numbers) -> bool:
-    """Returns whether, apart from batch axes, one operand is a vector or nothing is summed over.
+    """Returns whether, except for batch axes, one operand is a vector or nothing is summed over.
 
     XLA for GPUs turns such products into elementwise ones. For a split product these are products
     of halves, rounded to half precision: on an H200 the last layer made the output of a network by
     `bfloat16_x3` wrong by 2e-3. Float32 takes no longer, because memory bandwidth is the limit.
     """
     (x_contract, y_contract), (x_batch, y_batch) = dimension_numbers
-    kept = _axes(x.ndim, x_contract, x_batch), _axes(y.ndim, y_contract, y_batch)
-    axes = [(x, x_contract), (x, kept[0]), (y, kept[1])]
+    free = _axes(x.ndim, x_contract, x_batch), _axes(y.ndim, y_contract, y_batch)
+    axes = [(x, x_contract), (x, free[0]), (y, free[1])]
     return any(prod(z.shape[i] for i in some) == 1 for z, some in axes)
 
 
@@ -104,7 +105,10 @@ def _sums_over_rows(x, y, dimension_numbers) -> bool:
     gradient of a weight that acts on the channels of a field is such a product.
     """
     contracted, _ = dimension_numbers
-    last = lambda z, axes: tuple(axes) == tuple(range(z.ndim - len(axes), z.ndim))
+
+    def last(z, axes):
+        return tuple(axes) == tuple(range(z.ndim - len(axes), z.ndim))
+
     return len(contracted[0]) > 1 and last(x, contracted[0]) and last(y, contracted[1])
 
 
@@ -134,8 +138,8 @@ def _as_matrices(x, y, dimension_numbers) -> tuple[Any, Any, Any, tuple[Any, ...
         left, right = map(_as_matrix, (x, y), zip(*pairs, strict=True))
     if left is None or right is None:
         return x, y, dimension_numbers, None
-    (x, i, x_kept), (y, j, y_kept) = left, right
-    return x, y, (((i,), (j,)), ((), ())), (*x_kept, *y_kept)
+    (x, i, x_free), (y, j, y_free) = left, right
+    return x, y, (((i,), (j,)), ((), ())), (*x_free, *y_free)
 
 
 def _goes_first(x, y, dimension_numbers) -> bool:
@@ -211,16 +215,16 @@ def _transpose_lhs(g, x, y, *, dimension_numbers, dtype, given, algorithm, swapp
     another product of halves.
     """
     (x_contract, y_contract), (x_batch, y_batch) = dimension_numbers
-    x_kept = _axes(x.aval.ndim, x_contract, x_batch)
-    y_kept = _axes(y.ndim, y_contract, y_batch)
+    x_free = _axes(x.aval.ndim, x_contract, x_batch)
+    y_free = _axes(y.ndim, y_contract, y_batch)
     n = len(x_batch)
-    first = n if swapped else n + len(x_kept)
-    g_batch, g_y = tuple(range(n)), tuple(range(first, first + len(y_kept)))
-    # The result has the axes: batch, kept, and contracted in the order of y's axes; if swapped,
-    # contracted before kept. So the gradient of a weight is `y.T @ g`. For `(g.T @ y).T` XLA would
+    first = n if swapped else n + len(x_free)
+    g_batch, g_y = tuple(range(n)), tuple(range(first, first + len(y_free)))
+    # The result has the axes: batch, free, and contracted in the order of y's axes; if swapped,
+    # contracted before free. So the gradient of a weight is `y.T @ g`. For `(g.T @ y).T` XLA would
     # make a transposed copy of g on a CPU.
-    operands = [(g, g_y, g_batch), (y, tuple(y_kept), tuple(y_batch))]
-    axes = [x_kept, [x_contract[i] for i in np.argsort(y_contract)]]
+    operands = [(g, g_y, g_batch), (y, tuple(y_free), tuple(y_batch))]
+    axes = [x_free, [x_contract[i] for i in np.argsort(y_contract)]]
     if swapped:
         operands, axes = operands[::-1], axes[::-1]
     (left, left_axes, left_batch), (right, right_axes, right_batch) = operands
@@ -259,8 +263,8 @@ def _batch(axis_data, args, dims, *, dimension_numbers, out_sharding, **params):
     elif x_dim is not None:
         out_dim = len(x_batch) + _axes(x.ndim, x_contract, x_batch).index(x_dim)
     elif y_dim is not None:
-        x_kept = x.ndim - len(x_contract)
-        out_dim = x_kept + _axes(y.ndim, y_contract, y_batch).index(y_dim)
+        x_free = x.ndim - len(x_contract)
+        out_dim = x_free + _axes(y.ndim, y_contract, y_batch).index(y_dim)
     else:
         out_dim = None
     if out_sharding is not None and out_dim is not None:
@@ -281,6 +285,7 @@ define_product(mixed_dot_general_p, lax.dot_general_p, _dot, _transpose_lhs, _tr
 batching.fancy_primitive_batchers[mixed_dot_general_p] = _batch
 
 
+@public
 def mixed_dot_general(
     x: Float[Array | np.ndarray, "..."],
     y: Float[Array | np.ndarray, "..."],
@@ -322,9 +327,8 @@ def mixed_dot_general(
     that is not a floating-point type, and for operands of two different narrow types without a
     `dtype`.
     """
-    call = "mixed_dot_general"
-    x, y = as_operand(x, call), as_operand(y, call)
-    dtypes = product_dtypes((x, y), dtype, out_dtype, call)
+    x, y = as_operand(x), as_operand(y)
+    dtypes = product_dtypes((x, y), dtype, out_dtype)
     if isinstance(out_sharding, PartitionSpec):
         out_sharding = NamedSharding(jax.sharding.get_abstract_mesh(), out_sharding)
     elif out_sharding is not None:

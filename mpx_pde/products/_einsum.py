@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
+from .._util._calls import called, public
 from .._util._repr import in_a_line
 from .._util._types import DTypeLike
 from ._bilinear import as_operand, product_dtypes
@@ -17,6 +18,7 @@ from ._dot import mixed_dot_general_p
 from ._replay import replay, traced
 
 
+@public
 def mixed_matmul(
     x: Float[Array | np.ndarray, "..."],
     y: Float[Array | np.ndarray, "..."],
@@ -40,18 +42,19 @@ def mixed_matmul(
 
     **Raises:** `TypeError` for scalars, wrong dtypes or shapes that do not fit.
     """
-    call = "mixed_matmul"
-    x, y = as_operand(x, call), as_operand(y, call)
-    dtypes = product_dtypes((x, y), dtype, out_dtype, call)
+    x, y = as_operand(x), as_operand(y)
+    dtypes = product_dtypes((x, y), dtype, out_dtype)
     try:
         return _mixed(jnp.matmul, (x, y), dtypes)
     except (TypeError, ValueError) as e:
         raise TypeError(
-            f"`{call}` contracts the last axis of `x` with the last but one of `y` (or its only "
-            f"one), and broadcasts the axes before these, but got shapes {x.shape} and {y.shape}."
+            f"`{called()}` contracts the last axis of `x` with the last but one of `y` (or its "
+            f"only one), and broadcasts the axes before these, but got shapes {x.shape} and "
+            f"{y.shape}."
         ) from e
 
 
+@public
 def mixed_einsum(
     subscripts: str,
     *operands: Float[Array | np.ndarray, "..."],
@@ -77,21 +80,20 @@ def mixed_einsum(
     **Raises:** `TypeError` for wrong dtypes, `ValueError` for subscripts that do not fit the
     operands.
     """
-    call = "mixed_einsum"
     if not isinstance(subscripts, str) or not operands:
         raise TypeError(
-            f"`{call}` takes its subscripts as a string first, and then the operands, but got "
+            f"`{called()}` takes its subscripts as a string first, and then the operands, but got "
             f"{in_a_line(subscripts)} and {len(operands)} operands."
         )
-    arrays = [as_operand(x, call) for x in operands]
-    dtypes = product_dtypes(arrays, dtype, out_dtype, call)
+    arrays = [as_operand(x) for x in operands]
+    dtypes = product_dtypes(arrays, dtype, out_dtype)
     if len(arrays) == 1:
         arrays = [arrays[0].astype(dtypes["dtype"])]
     try:
         return _mixed(partial(jnp.einsum, subscripts), arrays, dtypes)
     except (TypeError, ValueError) as e:
         shapes = ", ".join(str(x.shape) for x in arrays)
-        raise ValueError(f"`{call}`: {subscripts!r} does not fit shapes {shapes}. {e}") from e
+        raise ValueError(f"`{called()}`: {subscripts!r} does not fit shapes {shapes}. {e}") from e
 
 
 def _mixed(fun: Callable, arrays: Sequence[Array], dtypes: dict[str, Any]) -> Array:

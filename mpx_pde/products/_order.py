@@ -96,8 +96,8 @@ def summed_apart(x: Array, like: Array) -> Array:
     cotangent is written to memory before it is summed over these axes.
 
     Use it for a weight that meets each point of a batch. Otherwise XLA for GPUs fuses this sum over
-    rows with all that the backward pass computes beside it. On an H200 that kernel took eight times
-    as long as its memory traffic, because its threads follow the columns.
+    rows with everything else that the backward pass computes. On an H200 that kernel took eight
+    times as long as its memory traffic, because its threads follow the columns.
     """
     if 0 in like.shape:
         return x
@@ -118,9 +118,9 @@ def batch_behind(x: Array, axis: int = 0) -> Array:
 
 def _transpose_shared(cotangents, x, *, count):
     del count
-    found = [c for c in cotangents if not isinstance(c, ad.Zero)]
+    nonzero = [c for c in cotangents if not isinstance(c, ad.Zero)]
     # XLA accumulates the product that comes first in a sum.
-    return [ft.reduce(lambda total, c: c + total, found[::-1]) if found else ad.Zero(x.aval)]
+    return [ft.reduce(lambda total, c: c + total, nonzero[::-1]) if nonzero else ad.Zero(x.aval)]
 
 
 def _barrier(*xs):

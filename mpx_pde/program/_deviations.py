@@ -26,9 +26,9 @@ def with_deviations_once(flat: Flat) -> Flat:
     first: dict[Any, int] = {}
     same: dict[int, int] = {}
     for step in flat.steps:
-        if (found := deviations(step, made)) is not None:
+        if (deviation := deviations(step, made)) is not None:
             (x,) = step.outputs
-            same[x] = first.setdefault((found, aval_of(step.eqn.outvars[0])), x)
+            same[x] = first.setdefault((deviation, aval_of(step.eqn.outvars[0])), x)
     if all(x == y for x, y in same.items()):
         return flat
     steps = [dataclasses.replace(step, inputs=renamed(step.inputs, same)) for step in flat.steps]
@@ -53,13 +53,13 @@ def deviations(step: Step, made: Mapping[int, Step]) -> Sum | None:
     shape = aval_of(step.eqn.outvars[0]).shape
     if aval_of(step.eqn.invars[0]).shape != shape:
         return None
-    found = _mean_of(mean, x, shape, made)
-    if found is None:
+    mean_of = _mean_of(mean, x, shape, made)
+    if mean_of is None:
         return None
-    axes, kept = found
-    there = len(kept) == len(shape) and all(k in (i, None) for i, k in enumerate(kept))
+    axes, axes_left = mean_of
+    there = len(axes_left) == len(shape) and all(k in (i, None) for i, k in enumerate(axes_left))
     rest = {i for i in range(len(shape)) if i not in axes and shape[i] != 1}
-    return (x, axes) if (not kept or there) and rest <= set(kept) else None
+    return (x, axes) if (not axes_left or there) and rest <= set(axes_left) else None
 
 
 def _mean_of(
@@ -79,11 +79,11 @@ def _mean_of(
             count = math.prod(shape[i] for i in where[1])
             if number != count or count == 1:
                 return None
-            kept: list[int | None] = [i for i in range(len(shape)) if i not in where[1]]
+            axes_left: list[int | None] = [i for i in range(len(shape)) if i not in where[1]]
             for params in reversed(moves):
-                places = dict(zip(params["broadcast_dimensions"], kept, strict=True))
-                kept = [places.get(i) for i in range(len(params["shape"]))]
-            return where[1], kept
+                places = dict(zip(params["broadcast_dimensions"], axes_left, strict=True))
+                axes_left = [places.get(i) for i in range(len(params["shape"]))]
+            return where[1], axes_left
         else:
             return None
         k = step.inputs[0]

@@ -145,9 +145,9 @@ def _named(eqn: JaxprEqn, inputs: list) -> tuple[JaxprEqn, list]:
     x, start = eqn.invars
     program = getattr(params["jaxpr"], "jaxpr", params["jaxpr"])
     ops = [(e.primitive.name, {id(atom) for atom in e.invars}) for e in program.eqns]
-    given = {id(var) for var in program.invars}
+    inputs = {id(var) for var in program.invars}
     known = isinstance(inputs[1], Constant) and not isinstance(inputs[1].value, Tracer)
-    if not known or len(ops) != 1 or ops[0][0] not in _MONOIDS or ops[0][1] != given:
+    if not known or len(ops) != 1 or ops[0][0] not in _MONOIDS or ops[0][1] != inputs:
         return eqn, inputs
     first = np.asarray(inputs[1].value, aval_of(start).dtype)[()]
 
@@ -158,10 +158,10 @@ def _named(eqn: JaxprEqn, inputs: list) -> tuple[JaxprEqn, list]:
         options = {k: params[k] for k in (*names, "window_dilation")}
         return lax.reduce_window(x, first, _MONOIDS[ops[0][0]], **options)
 
-    found = jax.make_jaxpr(again)(x.aval).jaxpr.eqns
-    if len(found) != 1 or found[0].primitive.name == name:
+    traced = jax.make_jaxpr(again)(x.aval).jaxpr.eqns
+    if len(traced) != 1 or traced[0].primitive.name == name:
         return eqn, inputs
-    new = eqn.replace(primitive=found[0].primitive, params=found[0].params, invars=eqn.invars[:1])
+    new = eqn.replace(primitive=traced[0].primitive, params=traced[0].params, invars=eqn.invars[:1])
     return new, inputs[:1]
 
 
@@ -185,19 +185,22 @@ def renamed(atoms: Sequence[int | Constant], same: Mapping[int, int]) -> tuple[i
 def needed(steps: Sequence[Step], outputs: Sequence[int | Constant]) -> tuple[Step, ...]:
     """Returns the equations that the `outputs` depend on, and those that have effects."""
     wanted = set(variables(outputs))
-    kept = []
+    out = []
     for step in reversed(steps):
         if step.eqn.effects or not wanted.isdisjoint(step.outputs):
-            kept.append(step)
+            out.append(step)
             wanted.update(step.variables)
-    return tuple(reversed(kept))
+    return tuple(reversed(out))
 
 
 def merged(flat: Flat) -> Flat:
     """Returns a program without the equations that compute again what an earlier one does, such as
-    the mean in a variance beside that in a norm. Products, containers and what has effects stay."""
+    the mean in a variance and that in a norm. Products, containers and what has effects stay."""
     names = {k: ("array", id(c.value)) for k, c in flat.constants.items()}
-    name = lambda x: _name_of(x) if isinstance(x, Constant) else names.get(x, x)
+
+    def name(x):
+        return _name_of(x) if isinstance(x, Constant) else names.get(x, x)
+
     first: dict[Hashable, tuple[int, ...]] = {}
     same: dict[int, int] = {}
     steps = []

@@ -49,8 +49,8 @@ def bodies_of(eqn: JaxprEqn) -> list[ClosedJaxpr]:
     """Returns the jaxprs inside an equation that [`rebind`][] can enter, in its order."""
     if not is_container(eqn):
         return []
-    found = [eqn.params[name] for name in _BODIES if name in eqn.params]
-    return [close(x) for x in jax.tree.leaves(found)]
+    bodies = [eqn.params[name] for name in _BODIES if name in eqn.params]
+    return [close(x) for x in jax.tree.leaves(bodies)]
 
 
 def is_container(eqn: JaxprEqn) -> bool:
@@ -101,7 +101,10 @@ def walk(
         returns the results of the equation.
     """
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True))
-    read = lambda atom: known(atom) if isinstance(atom, Literal) else env[atom]
+
+    def read(atom):
+        return known(atom) if isinstance(atom, Literal) else env[atom]
+
     for i, eqn in enumerate(jaxpr.eqns):
         out = evaluate(i, eqn, list(map(read, eqn.invars)))
         env.update(zip(eqn.outvars, out, strict=True))
@@ -116,9 +119,9 @@ def own_bind(eqn: JaxprEqn, args: Sequence) -> list:
     if eqn.params.get("update_jaxpr") is not None:
         eqn = _updating(eqn, args[0].dtype)
     if eqn.primitive.name in tables.CASTS:
-        new, given = eqn.params["new_dtype"], args[0].dtype
-        if jnp.issubdtype(new, jnp.complexfloating) and given != aval_of(eqn.invars[0]).dtype:
-            params = {**eqn.params, "new_dtype": jnp.promote_types(given, new)}
+        new, dtype = eqn.params["new_dtype"], args[0].dtype
+        if jnp.issubdtype(new, jnp.complexfloating) and dtype != aval_of(eqn.invars[0]).dtype:
+            params = {**eqn.params, "new_dtype": jnp.promote_types(dtype, new)}
             eqn = eqn.replace(params=params)
     if eqn.primitive.name == "pvary":
         # A value that is evaluated again may have been marked when it was saved.
@@ -222,7 +225,7 @@ def _moving(eqn: JaxprEqn, args: Sequence, moving: Sequence[int]) -> Callable[..
     """Returns the equation as a function of its `moving` operands. The custom rule of the equation
     sees that the others are fixed.
     """
-    return of_some(lambda *full: own_bind(eqn, full), args, moving)
+    return of_some(lambda *operands: own_bind(eqn, operands), args, moving)
 
 
 def pushforward(eqn: JaxprEqn, moving: Sequence[int]) -> ClosedJaxpr:
@@ -259,10 +262,10 @@ def pullback(eqn: JaxprEqn, moving: Sequence[int]) -> tuple[ClosedJaxpr, Callabl
     residuals = forward_jaxpr.out_avals[len(eqn.outvars) :]
 
     def backward(residuals, cotangents):
-        full = [np.zeros(aval_of(v).shape, jax.dtypes.float0) for v in eqn.outvars]
+        every = [np.zeros(aval_of(v).shape, jax.dtypes.float0) for v in eqn.outvars]
         for i, ct in zip(live, cotangents, strict=True):
-            full[i] = ct
-        return jax.tree.unflatten(treedef, residuals)(full)
+            every[i] = ct
+        return jax.tree.unflatten(treedef, residuals)(every)
 
     def backward_jaxpr():
         return jax.make_jaxpr(backward)(residuals, [eqn.outvars[i].aval for i in live])

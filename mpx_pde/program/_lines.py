@@ -100,11 +100,11 @@ def site_of(eqn: JaxprEqn, outer: Site = NOWHERE) -> Site:
     # `"mpx_pde"` stands for an unknown part of the library and names no layer.
     named = outer.layer if outer.layer != "mpx_pde" else ""
     layer, inside = named or _layer(ours) or outer.layer, inside or outer.inside
-    found = outer._replace(layer=layer, backward=backward, inside=inside)
+    site = outer._replace(layer=layer, backward=backward, inside=inside)
     if outer.users or not libraries:
-        return found
+        return site
     others = [line for line in libraries if not line.startswith(_EQUINOX)]
-    return found._replace(line=next(iter(others or libraries)))
+    return site._replace(line=next(iter(others or libraries)))
 
 
 def line_of(eqn: JaxprEqn, around: Sequence[JaxprEqn] = ()) -> str:
@@ -159,7 +159,7 @@ def _layer(ours: list[tuple[str, str]]) -> str:
     mpx_pde = sys.modules[__name__.partition(".")[0]]
     names = [(file, name.partition(".")[0]) for file, name in reversed(ours)]
     if names and not names[-1][0].startswith(HOME):
-        # The innermost, because the layers of a model are told apart by their classes.
+        # The innermost, because the layers of a model are distinguished by their classes.
         return next((f"eqx.nn.{x}" for _, x in reversed(names) if hasattr(eqx.nn, x)), "")
     networks = [name for file, name in names if file.startswith(os.path.join(HOME, "nn", ""))]
     others = [_RETURNED.get(name, name) for file, name in names if file.startswith(HOME)]

@@ -8,6 +8,7 @@ import equinox as eqx
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
+from .._util._calls import public
 from .._util._in_jax import IN_JAX
 from .._util._wrapper import AbstractWrapper, check_callable
 from . import _tables as tables
@@ -56,6 +57,7 @@ class _Plain(AbstractWrapper):
         return self if instance is None else _Plain(eqx.Partial(self.fun, instance))
 
 
+@public
 def plain(fun: Callable[..., Any]) -> Any:
     """Evaluates a function, such as a trained network, with JAX's own primitives alone.
 
@@ -82,7 +84,7 @@ def plain(fun: Callable[..., Any]) -> Any:
     jaxpr = jax.make_jaxpr(mpx.plain(model))(jnp.ones((1, 32, 32)))
     ```
     """
-    check_callable(fun, "plain")
+    check_callable(fun)
     with warnings.catch_warnings():
         # It is not trained, so a function that `jax.vmap` returns may be held too.
         warnings.filterwarnings("ignore", "(?s).*JAX-transformed callable")

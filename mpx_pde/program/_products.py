@@ -215,11 +215,11 @@ class Counter:
                     avals = [aval_of(v) for v in eqn.outvars]
                     self.kept += sum(_number(x.shape) * x.dtype.itemsize for x in avals)
                 if eqn.primitive.name in _PRODUCTS:
-                    found = [self._product(eqn)]
+                    pairs = [self._product(eqn)]
                 else:
                     inside = jaxprs_in(eqn)
-                    found = self._inside(eqn, inside) if inside else ()
-                for product, work in found:
+                    pairs = self._inside(eqn, inside) if inside else ()
+                for product, work in pairs:
                     count, flops = total[product]
                     total[product] = Work(count + work.count, flops + work.flops)
             self._known[jaxpr] = total, self.kept - before
@@ -248,7 +248,10 @@ class Counter:
             return
         # A trace inside of another, such as that of a checkpoint, does not record its caller.
         site = site_of(eqn)
-        unknown = lambda line: site.users and (installed(line) or line == "unknown")
+
+        def unknown(line):
+            return site.users and (installed(line) or line == "unknown")
+
         self.loops |= {site.line if unknown(line) else line: None for line in loops}
         if name == "cond":  # only one branch runs
             inner = [max(inner, key=lambda products: sum(w.flops for w in products.values()))]

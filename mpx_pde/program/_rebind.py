@@ -22,8 +22,8 @@ Body = Callable[..., list]
 
 def _jit(eqn: JaxprEqn, args: Sequence, body: Body) -> list:
     closed, out = jax.make_jaxpr(body, return_shape=True)(*args)
-    found = eqn.primitive.bind(*jax.tree.leaves(args), **{**eqn.params, "jaxpr": closed})
-    return jax.tree.unflatten(jax.tree.structure(out), found)
+    results = eqn.primitive.bind(*jax.tree.leaves(args), **{**eqn.params, "jaxpr": closed})
+    return jax.tree.unflatten(jax.tree.structure(out), results)
 
 
 def _checkpoint(eqn: JaxprEqn, args: Sequence, body: Body) -> list:

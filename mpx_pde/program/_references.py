@@ -56,8 +56,8 @@ def _as_call(steps: Sequence[Step], results: Sequence[int]) -> Step:
         env: dict[Any, Any] = dict(zip(avals, args, strict=True))
         for step in steps:
             with in_context_of(step.eqn):
-                given = [env[x] if x in env else read(x, env) for x in step.inputs]
-                env.update(zip(step.outputs, own_bind(step.eqn, given), strict=True))
+                operands = [env[x] if x in env else read(x, env) for x in step.inputs]
+                env.update(zip(step.outputs, own_bind(step.eqn, operands), strict=True))
         return [env[x] for x in results]
 
     run.__name__ = "references"

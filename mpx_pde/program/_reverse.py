@@ -53,8 +53,8 @@ def _abstract_eval(*_, avals, **__):
 
 
 def _transpose(cotangents, *operands, backward, n_residuals, **_):
-    given = [ad.instantiate_zeros(ct) for ct in cotangents]
-    out = backward(list(operands[:n_residuals]), given)
+    instantiated = [ad.instantiate_zeros(ct) for ct in cotangents]
+    out = backward(list(operands[:n_residuals]), instantiated)
     return [None] * n_residuals + list(out)
 
 

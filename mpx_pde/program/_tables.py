@@ -320,7 +320,7 @@ ORDERS = _with("orders")
 GATHERS = _with("gathers")
 
 JOINS = _with("joins")
-"""Arrays beside each other."""
+"""Concatenations of arrays."""
 
 DOTS = _with("dot")
 """Matrix products: the products that are no convolutions."""

@@ -8,6 +8,7 @@ import jax
 import jax.tree_util as jtu
 from jax.core import Tracer
 
+from .._util._calls import called
 from ..precision._dtypes import matmul_precision
 from ._lines import installed
 
@@ -51,14 +52,14 @@ def tensorfloat32_by_default() -> bool:
     return low and jax.default_backend() in ("gpu", "tpu")
 
 
-def warn_of_tensorfloat32(call: str, what: str) -> None:
+def warn_of_tensorfloat32(what: str) -> None:
     """Issues a [`mpx_pde.PrecisionWarning`][] at the user's line that `what` is not computed in
     float32.
     """
     number = "bfloat16" if jax.default_backend() == "tpu" else "TF32"
     warn_user(
-        f"`{call}`: {what} in float32 are multiplied in {number} here, which keeps 3 of float32's "
-        "7 digits, or fewer. It has ruined trainings that end in small differences of large terms. "
-        'Put `with jax.default_matmul_precision("highest"):` around it, or pass '
+        f"`{called()}`: {what} in float32 are multiplied in {number} here, which keeps 3 of "
+        "float32's 7 digits, or fewer. It has ruined trainings that end in small differences of "
+        'large terms. Put `with jax.default_matmul_precision("highest"):` around it, or pass '
         "`forward='float32'`. If it is meant, filter `mpx.PrecisionWarning`."
     )

@@ -14,7 +14,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from .._util._calls import present_call
+from .._util._calls import called
 from .._util._types import PyTree
 from ..program._flat import dependent, flatten
 from ..program._jaxpr import contains, trace_arrays
@@ -63,7 +63,6 @@ OF_JACOBIANS = (
 def checked(
     fun: Callable,
     args: tuple,
-    call: str,
     dtype: np.dtype,
     advice: str,
     least: float,
@@ -76,7 +75,7 @@ def checked(
     def look(program: Program) -> None:
         report = report_of(program.closed)
         if _castable(report) < least:
-            warn_user(_text(report, call, dtype, advice, instead))
+            warn_user(_text(report, dtype, advice, instead))
 
     return shown(fun, args, look)
 
@@ -98,7 +97,7 @@ def _warn_of_full_products(run: Callable, step: tuple, closed: ClosedJaxpr) -> N
             f" No cast reaches arrays that the loss closes over, here {', '.join(arrays)}: pass "
             "data as arguments."
         )
-    warn_user(_text(report, present_call(), mode.dtype, advice, "use_mixed_precision=False"))
+    warn_user(_text(report, mode.dtype, advice, "use_mixed_precision=False"))
 
 
 def _castable(report: PrecisionReport) -> float:
@@ -114,13 +113,13 @@ def _of_numbers(report: PrecisionReport) -> list[ProductRow]:
     return real or [row for row in report.rows if not row.of_integers]
 
 
-def _text(report: PrecisionReport, call: str, dtype: np.dtype, advice: str, instead: str) -> str:
-    full = next(row for row in _of_numbers(report) if not row.half)
+def _text(report: PrecisionReport, dtype: np.dtype, advice: str, instead: str) -> str:
+    row = next(x for x in _of_numbers(report) if not x.half)
     count = sum(row.count for row in _of_numbers(report))
     return (
-        f"`{call}` was asked for {dtype.name}, but {100 * _castable(report):.0f}% of the work of "
-        f"its {count} products is done in half precision. Most of the rest is {full.dtype}, at "
-        f"{full.line}. {advice} `mpx.precision_report` lists all products. "
+        f"`{called()}` was asked for {dtype.name}, but {100 * _castable(report):.0f}% of the work "
+        f"of its {count} products is done in half precision. Most of the rest is {row.dtype}, at "
+        f"{row.line}. {advice} `mpx.precision_report` lists all products. "
         f"If float32 is meant, pass `{instead}` or filter `mpx.PrecisionWarning`."
     )
 
@@ -134,7 +133,7 @@ def _warn_of_sums(gradient: Any, closed: ClosedJaxpr) -> None:
         others = gradient.mode.alternatives
         others = f", or pass {' or '.join(others)}" if others else ""
         warn_user(
-            f"`{present_call()}`: {describe_sums(sums)}{others}. If it is meant, filter "
+            f"`{called()}`: {describe_sums(sums)}{others}. If it is meant, filter "
             "`mpx_pde.PrecisionWarning`."
         )
 
@@ -144,7 +143,7 @@ def _warn_of_phases(gradient: Any, closed: ClosedJaxpr) -> None:
     if (line := rounded_phase(closed)) is not None:
         digits = jnp.finfo(gradient.mode.dtype).nmant + 1
         warn_user(
-            f"`{present_call()}`: {line} takes an exponential of complex numbers whose parts were "
+            f"`{called()}`: {line} takes an exponential of complex numbers whose parts were "
             f"rounded to {gradient.mode.dtype.name}: 2^-{digits} of a phase, of which only the "
             "rest modulo 2π counts. Keep these parameters in float32 by "
             "`keep_full` or `mpx_pde.FullPrecision`, or pass `autocast=True` or "
@@ -154,12 +153,12 @@ def _warn_of_phases(gradient: Any, closed: ClosedJaxpr) -> None:
 
 def _warn_of_functions(closed: ClosedJaxpr) -> None:
     """Warns of functions of JAX whose own arithmetic fails in half precision."""
-    found = fragile_calls(closed)
-    if found:
-        line, name, dtype, reason = found[0]
-        more = f" {len(found) - 1} other calls are alike." if found[1:] else ""
+    calls = fragile_calls(closed)
+    if calls:
+        line, name, dtype, reason = calls[0]
+        more = f" {len(calls) - 1} other calls are alike." if calls[1:] else ""
         warn_user(
-            f"`{present_call()}`: {line} calls `{name}` in {dtype}: {reason}.{more} Cast its "
+            f"`{called()}`: {line} calls `{name}` in {dtype}: {reason}.{more} Cast its "
             "arguments by `astype(jnp.float32)`, or pass `forward='float32'` or `autocast=True`. "
             "If its arguments are small, filter `mpx_pde.PrecisionWarning`."
         )
@@ -168,11 +167,11 @@ def _warn_of_functions(closed: ClosedJaxpr) -> None:
 def _warn_of_differences(gradient: Any, closed: ClosedJaxpr) -> None:
     """Warns of differences that magnify the rounding of what half products computed."""
     half = gradient.mode.dtype.name
-    if found := magnified_differences(closed, half):
-        line, what, nodes = found[0]
-        more = f" {len(found) - 1} other lines are alike." if found[1:] else ""
+    if differences := magnified_differences(closed, half):
+        line, what, nodes = differences[0]
+        more = f" {len(differences) - 1} other lines are alike." if differences[1:] else ""
         warn_user(
-            f"`{present_call()}`: {line} {what} values at {nodes:,} nodes that products of {half} "
+            f"`{called()}`: {line} {what} values at {nodes:,} nodes that products of {half} "
             f"computed.{more} Second differences magnify their rounding, relative to the result, "
             "by about the square of that number. Pass `forward='float32'`. If it averages, or if "
             "it is meant, filter `mpx_pde.PrecisionWarning`."
@@ -186,7 +185,7 @@ def _warn_of_unused_scaling(closed: ClosedJaxpr) -> None:
     """Warns if a derivative scaling scales nothing."""
     if not contains(closed, {tap_p.name}):
         warn_user(
-            f"`{present_call()}` got a `Scaling`, but the loss takes no derivative by the "
+            f"`{called()}` got a `Scaling`, but the loss takes no derivative by the "
             "`derivatives` that it receives, so nothing in it is scaled or counted. Pass them on: "
             "`mpx_pde.partials(..., scaling=derivatives)`. A loss without derivatives takes a loss "
             "scaling alone, such as `scaling.loss`."
@@ -196,7 +195,7 @@ def _warn_of_unused_scaling(closed: ClosedJaxpr) -> None:
 def warn_of_unscaled(taken: str, order: int) -> None:
     """Warns that a loss takes derivatives in float16 by the call `taken`, without a scaling."""
     warn_user(
-        f"`{present_call()}` got a loss scaling alone, but the loss takes derivatives of order "
+        f"`{called()}` got a loss scaling alone, but the loss takes derivatives of order "
         f"{order} by `{taken}` in float16. What overflows or vanishes in them is lost before "
         "the loss is scaled. Pass `mpx_pde.Scaling(loss=..., derivatives="
         "mpx_pde.DerivativeScaling.per_direction(...))`. The loss then receives `derivatives`: "
@@ -225,23 +224,23 @@ def _warn_of_states(gradient: Any, args: tuple, program: Program) -> None:
     number = {id(x): i for i, (_, x) in enumerate(leaves)}
     mode = gradient.mode
     rounded, _ = eqx.filter_eval_shape(mode.cast, args, {})
-    for i, (given, narrow) in enumerate(zip(args[1:], rounded[1:], strict=True), start=1):
-        structure, paths = jtu.tree_structure(given), jtu.tree_leaves_with_path(given)
+    for i, (argument, narrow) in enumerate(zip(args[1:], rounded[1:], strict=True), start=1):
+        structure, paths = jtu.tree_structure(argument), jtu.tree_leaves_with_path(argument)
         # Plain tuples of arrays are skipped: their structure may match by chance.
         if all(isinstance(k, jtu.SequenceKey) for path, _ in paths for k in path):
             continue
         pairs = zip(paths, jtu.tree_leaves(narrow), strict=True)
         lost = [eqx.is_array(x) and _digits(y) < _digits(x) for (_, x), y in pairs]
         is_alike = ft.partial(_has_structure, structure)
-        for found in filter(is_alike, jtu.tree_leaves(aux, is_alike) if any(lost) else ()):
-            places = zip(paths, jtu.tree_leaves(found), lost, strict=True)
+        for state in filter(is_alike, jtu.tree_leaves(aux, is_alike) if any(lost) else ()):
+            places = zip(paths, jtu.tree_leaves(state), lost, strict=True)
             pairs = [(number[id(x)], y) for (_, x), y, is_lost in places if is_lost]
             arrays = all(isinstance(y, _Place) for _, y in pairs)
             if arrays and _computed_of(closed, [(j, y.index) for j, y in pairs]):
                 keep = mode.keep_full if isinstance(mode.keep_full, tuple) else ()
                 keep = (*keep, *[False] * len(args))[: len(args)]
                 warn_user(
-                    f"`{present_call()}` rounds argument {i} ({type(given).__name__}) to "
+                    f"`{called()}` rounds argument {i} ({type(argument).__name__}) to "
                     f"{mode.dtype.name}, and the function returns a new one. Values "
                     "that change little, such as running statistics, stand still if rounded at "
                     "each step. "
@@ -272,6 +271,6 @@ def _computed_of(closed: ClosedJaxpr, pairs: Sequence[tuple[int, int]]) -> bool:
     for step in flat.steps:
         if step.name == "convert_element_type":
             same.update((step.outputs[0], same[x]) for x in step.variables if x in same)
-    found = [(flat.inputs[i], flat.outputs[j]) for i, j in pairs]
-    results = [(k, x) for k, x in found if x in dependent(flat, [k])]
-    return len(results) == len(found) and any(same.get(x) != k for k, x in results)
+    carried = [(flat.inputs[i], flat.outputs[j]) for i, j in pairs]
+    results = [(k, x) for k, x in carried if x in dependent(flat, [k])]
+    return len(results) == len(carried) and any(same.get(x) != k for k, x in results)

@@ -87,12 +87,12 @@ def _fix(row: Row, report: RangeReport, name: str) -> str:
             "fall by themselves and which `mpx.initial_scaling` finds before the first step. If "
             f"it has them, or the output itself overflows, {smaller}"
         )
-    full = (
+    wrapper = (
         "`mpx.force_full_precision(f, jnp.float32)` around the function that calls it, or "
         "`mpx.FullPrecision(layer, out_dtype='float32')` around its layer"
     )
     if (primitive, row.layer, row.cast_of) == ("convert_element_type", "mpx_pde", ""):
-        return f"A function in full precision returns half there: {full} returns float32."
+        return f"A function in full precision returns half there: {wrapper} returns float32."
     if ours and (mixed or primitive in tables.MIXED):
         # These set their precision themselves.
         return (
@@ -110,7 +110,7 @@ def _fix(row: Row, report: RangeReport, name: str) -> str:
     if primitive in tables.FULL:
         return (
             "`mpx.autocast` keeps it in float32 by itself (`mpx.filter_grad(..., "
-            f"autocast=True)`). When whole models are cast, keep it in float32 with {full}."
+            f"autocast=True)`). When whole models are cast, keep it in float32 with {wrapper}."
         )
     if primitive == "convert_element_type" and not row.scope:
         # Autocast delays the program's own casts, so no override can name them.
@@ -144,12 +144,12 @@ def _not_finite(report: RangeReport, harmless: bool) -> str | None:
     """Explains why something is not finite in float32. Returns `None` if everything is finite, or
     if all infinities are intended and do not reach the results (`harmless`).
     """
-    given = [row for row in report.rows if row.primitive in _GIVEN and row.nonfinite]
+    of_inputs = [row for row in report.rows if row.primitive in _GIVEN and row.nonfinite]
     of_data = (
         "There are {} in {} ({}), before anything is computed. No precision helps: look at where "
         "these data come from."
     )
-    for row in given:
+    for row in of_inputs:
         if row.nans:
             return of_data.format("NaNs", _name(row), percent(row.nans))
     for row in report.rows:
@@ -160,7 +160,7 @@ def _not_finite(report: RangeReport, harmless: bool) -> str | None:
                 f"The input at {row.line} is beyond float32, in which JAX holds it ({_size(row)}). "
                 "Change its units, or set `jax_enable_x64`."
             )
-    in_full = (
+    advice = (
         'Keep that layer in float32 (`mpx.FullPrecision`), or the whole model (`forward="float32"` '
         "or `autocast=True` in `mpx.filter_grad`), or use bfloat16."
     )
@@ -179,11 +179,11 @@ def _not_finite(report: RangeReport, harmless: bool) -> str | None:
             return (
                 f"It is {first}, {held} holds as float16. There a number below 2^-24 is "
                 "zero, such as an epsilon, since JAX gives numbers of Python the dtype of the "
-                f"array that they meet. {in_full} If it is so already, or does not help, {look}"
+                f"array that they meet. {advice} If it is so already, or does not help, {look}"
             )
         return f"float32 itself is {first}. More precision does not help: {look}"
-    if given:
-        return of_data.format("infinities", _name(given[0]), percent(given[0].nonfinite))
+    if of_inputs:
+        return of_data.format("infinities", _name(of_inputs[0]), percent(of_inputs[0].nonfinite))
     rows = [row for row in report.rows if row.nonfinite]
     taken = next((row for row in rows if row.primitive != "convert_element_type"), None)
     if not rows or (harmless and (taken is None or taken.primitive in _CHOICES)):
@@ -194,7 +194,7 @@ def _not_finite(report: RangeReport, harmless: bool) -> str | None:
         return (
             f"An infinity or a NaN enters at {row.where} ({percent(row.nonfinite)}) that the code "
             "holds as float16: a number above 65504 is one, since JAX gives numbers of Python the "
-            f"dtype of the array that they meet. {in_full}"
+            f"dtype of the array that they meet. {advice}"
         )
     return (
         f"float32 itself is not finite first at {row.where} ({percent(row.nonfinite)}), out "
@@ -241,7 +241,7 @@ def explain(report: RangeReport, name: str, full: RangeReport | None = None) -> 
     """Explains a report. `full` is one of the same function without halves, if there is one."""
     harmless = _is_finite(report)
     if full is not None and full.first_nonfinite is not None:
-        # What fails in full precision too is told as it fails there. A loss that is not finite
+        # What fails in full precision too is explained as it fails there. A loss that is not finite
         # skips the step, even if its gradient is finite and the loss itself is not returned.
         harmless, report = harmless and not _skips(report), full
     broken = _not_finite(report, harmless)

@@ -3,7 +3,8 @@
 import functools as ft
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +51,8 @@ OPERAND = "operand of "
 """The prefix of the primitive in rows for float32 operands that a product rounds to half."""
 
 
-class Measured(NamedTuple):
+@dataclass(frozen=True)
+class Measured:
     """A value in the program."""
 
     order: tuple[int, ...]
@@ -76,12 +78,14 @@ CLEAN: Marks = frozenset()
 TAINTED: Marks = frozenset([-1])
 
 
-class Known(NamedTuple):
+@dataclass(frozen=True)
+class Known:
     array: Any
     marks: Marks = CLEAN
 
 
-class Record(NamedTuple):
+@dataclass(frozen=True)
+class Record:
     """An array on its way to the host."""
 
     number: int

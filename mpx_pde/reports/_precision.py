@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
+from .._util._calls import public
 from .._util._repr import table
 from .._util._wrapper import check_callable, says_how
 from ..program._lines import INSIDE
@@ -133,6 +134,7 @@ def report_of(closed: ClosedJaxpr) -> PrecisionReport:
     return PrecisionReport(tuple(rows), tuple(counter.loops), width, counter.kept)
 
 
+@public
 @says_how(
     "`mpx_pde.precision_report(mpx_pde.filter_grad(loss, scaling))(model, batch)`: the arguments "
     "of the gradient belong to what it returns."
@@ -161,7 +163,7 @@ def precision_report(fun: Callable) -> Callable[..., PrecisionReport]:
 
     **Raises:** `TypeError` if `fun` cannot be called.
     """
-    check_callable(fun, "precision_report")
+    check_callable(fun)
 
     @ft.wraps(fun, updated=())
     def report(*args: Any, **kwargs: Any) -> PrecisionReport:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from .._util._calls import named
 from .._util._repr import table
 from ..precision._dtypes import check_choice
 from ..program._lines import INSIDE, is_ours
@@ -80,7 +81,8 @@ class Row:
     cast_of: str = ""
 
     def loss(self, name: str) -> Lost:
-        return getattr(self, check_choice(name, ("float16", "bfloat16"), "RangeReport", "dtype"))
+        with named("RangeReport"):
+            return getattr(self, check_choice(name, ("float16", "bfloat16"), "dtype"))
 
     @property
     def where(self) -> str:
@@ -125,7 +127,7 @@ def fold(measured: Iterable[tuple[Measured, Counts]]) -> tuple[Row, ...]:
             continue
         first = min((x for x, _ in items), key=lambda x: x.order)
         total = sum((counts for _, counts in items), Counts())
-        value = first._replace(primitive=first.site.layer, scope="", shape=())
+        value = dataclasses.replace(first, primitive=first.site.layer, scope="", shape=())
         rows.append(dataclasses.replace(make_row(value, total), operations=len(items)))
     return tuple(sorted(rows, key=lambda row: row.order))
 
@@ -241,7 +243,8 @@ class RangeReport:
 
     def stagnating(self, dtype: str = "float16") -> tuple[LongSum, ...]:
         """Returns the sums with so many terms that they may stand still in `dtype`."""
-        check_choice(dtype, UNITS, "RangeReport", "dtype")
+        with named("RangeReport"):
+            check_choice(dtype, UNITS, "dtype")
         return tuple(x for x in self.sums if x.stagnates(dtype))
 
     def worst(self, n: int | None = None, dtype: str = "float16") -> tuple[Row, ...]:
@@ -301,8 +304,8 @@ class RangeReport:
         return Group(ranges, *self._notes())
 
     def plot(self, path: Any, n: int = 40) -> None:
-        """Draws the range of each of the `n` worst rows, in program order, beside the ranges of the
-        formats. Needs matplotlib.
+        """Draws the range of each of the `n` worst rows, in program order, next to the ranges of
+        the formats. Needs matplotlib.
 
         **Arguments:**
 

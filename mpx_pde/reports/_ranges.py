@@ -11,6 +11,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 
+from .._util._calls import public
 from .._util._types import DTypeLike
 from .._util._wrapper import check_callable, says_how
 from ..precision._cast import widen
@@ -110,6 +111,7 @@ def _said(fun: Any, name: str) -> bool | None:
     return any(said) if said else None
 
 
+@public
 @says_how(
     "`mpx_pde.range_report(mpx_pde.filter_grad(loss, scaling))(model, batch)`: the arguments "
     "of the gradient belong to what it returns."
@@ -153,7 +155,7 @@ def range_report(fun: Callable[..., Any]) -> Callable[..., RangeReport]:
     report.plot("ranges.png")
     ```
     """
-    check_callable(fun, "range_report")
+    check_callable(fun)
 
     @ft.wraps(fun, updated=())
     def report(*args: Any, **kwargs: Any) -> RangeReport:
@@ -169,6 +171,7 @@ def range_report(fun: Callable[..., Any]) -> Callable[..., RangeReport]:
     return report
 
 
+@public
 @says_how(
     "`mpx_pde.explain_nonfinite(mpx_pde.filter_grad(loss, scaling))(model, batch)`: the arguments "
     "of the gradient belong to what it returns."
@@ -198,14 +201,14 @@ def explain_nonfinite(
     print(mpx.explain_nonfinite(mpx.filter_grad(loss, scaling))(model, x, y))
     ```
     """
-    check_callable(fun, "explain_nonfinite")
+    check_callable(fun)
     if isinstance(dtype, AbstractLossScaling):
         raise TypeError(
             "`explain_nonfinite` takes a gradient that has its scaling, and a dtype, but got a "
             f"{type(dtype).__name__} as the dtype. Write "
             "`explain_nonfinite(mpx_pde.filter_grad(loss, scaling))(model, batch)`."
         )
-    name = None if dtype is None else as_half_dtype(dtype, "explain_nonfinite").name
+    name = None if dtype is None else as_half_dtype(dtype).name
 
     @ft.wraps(fun, updated=())
     def explained(*args: Any, **kwargs: Any) -> str:

@@ -148,11 +148,16 @@ class Counts:
         intervals of exponents between `EDGES`; the fractions outside come first and last.
         """
         present, infinite, nans, *limits = self.passed.tolist()
-        fraction = lambda count: count / self.size if self.size else 0.0
+
+        def fraction(count):
+            return count / self.size if self.size else 0.0
+
         of_formats = zip(_FORMATS, np.reshape(limits, (-1, 3)).tolist(), strict=True)
         lost = {
-            name: Lost(fraction(over - infinite), fraction(kept - normal), fraction(present - kept))
-            for name, (over, normal, kept) in of_formats
+            name: Lost(
+                fraction(over - infinite), fraction(nonzero - normal), fraction(present - nonzero)
+            )
+            for name, (over, normal, nonzero) in of_formats
         }
         exponents = (math.log2(self.smallest), math.log2(self.largest)) if self.largest else None
         at_least = [present, *self.edges, infinite]

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
-from .._util._calls import present_call
+from .._util._calls import called, public
 from .._util._repr import by_name, described, in_a_line, number, skips
 from .._util._types import BoolLike, Names, PyTree
 from .._util._varying import varying_axes
@@ -83,7 +83,7 @@ class DerivativeScaling(eqx.Module):
     strategy: AbstractStrategy = eqx.field(static=True)
     rule: Rule = eqx.field(static=True)
 
-    def __init__(self, strategy: Any = None, call: str = "", special: Any = None, **options: Any):
+    def __init__(self, strategy: Any = None, special: Any = None, **options: Any):
         """Builds a scaling for `per_direction`, `per_order` and `per_term`. Use one of these."""
         if not isinstance(strategy, AbstractStrategy):
             raise TypeError(
@@ -91,7 +91,7 @@ class DerivativeScaling(eqx.Module):
                 '`per_order(2)` or `per_term(["u_x", "u_xx"])`, and not called itself.'
             )
         self.strategy = strategy
-        self.rule, start = parse_rule(options, strategy, special or {}, call)
+        self.rule, start = parse_rule(options, strategy, special or {})
         self.exponents = jnp.array(start, jnp.int32)
         self.tracker = jnp.zeros(len(start), jnp.int32)
         self.caution = jnp.zeros(len(start), jnp.int32)
@@ -101,6 +101,7 @@ class DerivativeScaling(eqx.Module):
         self.counts = jnp.zeros((len(strategy.rows), COLUMNS), jnp.float32)
 
     @classmethod
+    @public
     def per_direction(
         cls, coords: Names, *, order: int = 4, terms: Sequence[str] = (), **options: Any
     ) -> "DerivativeScaling":
@@ -124,12 +125,12 @@ class DerivativeScaling(eqx.Module):
         **Raises:** `ValueError` or `TypeError` for coordinates named twice and for invalid
         options.
         """
-        call = "DerivativeScaling.per_direction"
-        names = coords_of(coords, call)
-        order = check_integer(order, call, "order")
-        return cls(PerDirection.of(names, order, terms, call), call, **options)
+        names = coords_of(coords)
+        order = check_integer(order, "order")
+        return cls(PerDirection.of(names, order, terms), **options)
 
     @classmethod
+    @public
     def per_order(
         cls,
         order: int,
@@ -156,18 +157,18 @@ class DerivativeScaling(eqx.Module):
         - `coords`: the coordinates, which tell the order of `terms`. Needed only if their names
             have more than one letter.
         - options: as for `per_direction`. The default bounds of a scaler of order k are the k-th
-            powers of those bounds, because derivatives of that order lie as far apart.
+            powers of those bounds, because derivatives of that order differ by as much.
 
         **Returns:** a `DerivativeScaling`.
         """
-        call = "DerivativeScaling.per_order"
-        order = check_integer(order, call, "order")
-        own = parse_special(special, call)
-        known = None if coords is None else coords_of(coords, call)
-        strategy = PerOrder.of(order, tuple(own), terms, known, call)
-        return cls(strategy, call, special=own, **options)
+        order = check_integer(order, "order")
+        own = parse_special(special)
+        known = None if coords is None else coords_of(coords)
+        strategy = PerOrder.of(order, tuple(own), terms, known)
+        return cls(strategy, special=own, **options)
 
     @classmethod
+    @public
     def per_term(cls, terms: Sequence[str], **options: Any) -> "DerivativeScaling":
         """Makes one scaler for each term.
 
@@ -180,23 +181,22 @@ class DerivativeScaling(eqx.Module):
 
         **Returns:** a `DerivativeScaling`.
         """
-        call = "DerivativeScaling.per_term"
-        return cls(PerOrder.of(0, term_list(terms, call), (), None, call), call, **options)
+        return cls(PerOrder.of(0, term_list(terms), (), None), **options)
 
     def __repr__(self) -> str:
         rule = self.rule
         pairs = zip(rule.lowest, rule.highest, strict=True)
         bounds = by_name(self.names, [f"2^{low} to 2^{high}" for low, high in pairs])
         scales = by_name(self.names, self.exponents, "2^")
-        told = lambda x: by_name(self.names, x)
+        by_scaler = lambda x: by_name(self.names, x)
         return described(
             self,
             f"scales={scales} ({bounds}, factor {2**rule.step})",
             str(self.strategy),
-            f"tracker={told(self.tracker)} of {rule.growth_interval}, "
+            f"tracker={by_scaler(self.tracker)} of {rule.growth_interval}, "
             f"{rule.recover_growth_interval} at or below 2^{rule.recover_threshold}",
-            f"margin={rule.margin}, caution={told(self.caution)}",
-            f"overflows={told(self.overflows)}, skipped_steps={number(self.skipped_steps)}",
+            f"margin={rule.margin}, caution={by_scaler(self.caution)}",
+            f"overflows={by_scaler(self.overflows)}, skipped_steps={number(self.skipped_steps)}",
         )
 
     @property
@@ -285,23 +285,23 @@ class DerivativeScaling(eqx.Module):
 
         **Raises:** `ValueError` for anything else.
         """
-        given = exponents if eqx.is_array(exponents) else np.asarray(exponents)
-        fits = given.shape in ((), self.exponents.shape)
-        if not fits or not np.issubdtype(given.dtype, np.integer):
+        array = exponents if eqx.is_array(exponents) else np.asarray(exponents)
+        fits = array.shape in ((), self.exponents.shape)
+        if not fits or not np.issubdtype(array.dtype, np.integer):
             raise ValueError(
                 "`DerivativeScaling.with_exponents` takes the log2 of the scales as an integer for "
                 f"all scalers, or one for each of {', '.join(self.names)}, but got {exponents!r}."
             )
         # As float32, in which no integer wraps around before it is clipped.
         low, high = (jnp.array(b, jnp.float32) for b in (self.rule.lowest, self.rule.highest))
-        new = jnp.clip(jnp.asarray(given, jnp.float32), low, high).astype(jnp.int32)
+        new = jnp.clip(jnp.asarray(array, jnp.float32), low, high).astype(jnp.int32)
         return with_fields(self, exponents=jnp.broadcast_to(new, low.shape))
 
 
-def check_derivatives(scaling: Any, call: str) -> None:
+def check_derivatives(scaling: Any) -> None:
     if scaling is not None and not isinstance(scaling, DerivativeScaling):
         raise TypeError(
-            f"`{call}` takes a `DerivativeScaling` as `scaling`, as the loss receives it in "
+            f"`{called()}` takes a `DerivativeScaling` as `scaling`, as the loss receives it in "
             f"`derivatives`, or `None`, but got {in_a_line(scaling)}."
         )
 
@@ -351,6 +351,7 @@ class Scaling(AbstractLossScaling):
     taken_steps: Int32[Array, "*batch"]
     vanished: Watched
 
+    @public
     def __init__(self, loss: Any = None, derivatives: Any = None):
         """**Arguments:**
 
@@ -365,7 +366,7 @@ class Scaling(AbstractLossScaling):
                 "`Scaling` takes a plain loss scaling as `loss`, its first argument, but got a "
                 f"`{type(loss).__name__}`. Write `Scaling(derivatives=…)`."
             )
-        check_scaling(loss, "Scaling", "loss")
+        check_scaling(loss, "loss")
         if not isinstance(derivatives, DerivativeScaling):
             raise TypeError(
                 "`Scaling` needs a derivative scaling as `derivatives`, such as "
@@ -398,6 +399,7 @@ class Scaling(AbstractLossScaling):
         """Unscales a PyTree by the loss scaling."""
         return self.loss.unscale(tree)
 
+    @public
     def adjust(self, grads_finite: BoolLike, counts: Any = None) -> "Scaling":
         """Returns the scaling for the next step.
 
@@ -411,7 +413,7 @@ class Scaling(AbstractLossScaling):
 
         A `Scaling` of the same structure, shapes and dtypes.
         """
-        finite = check_flag(grads_finite, "Scaling.adjust", "grads_finite")
+        finite = check_flag(grads_finite, "grads_finite")
         adjusted = self.loss.adjust(finite)
         if counts is None:
             return with_fields(self, loss=adjusted, **counted_steps(self, finite))
@@ -434,7 +436,7 @@ def check_takes_derivatives(func: Callable) -> None:
         return
     except TypeError:
         raise TypeError(
-            f"`{present_call()}` with a `Scaling` passes its derivative scaling to the function "
+            f"`{called()}` with a `Scaling` passes its derivative scaling to the function "
             f"as the keyword argument `derivatives`, but {getattr(func, '__name__', func)!r} takes "
             "none. Write `def loss(model, points, *, derivatives)` and hand it on to `partials`, "
             "or pass a plain loss scaling."
@@ -444,12 +446,12 @@ def check_takes_derivatives(func: Callable) -> None:
 def check_takes_no_derivatives(func: Callable) -> None:
     """Raises a `TypeError` if `func` needs a keyword `derivatives`."""
     try:
-        given = inspect.signature(func).parameters.get("derivatives")
+        x = inspect.signature(func).parameters.get("derivatives")
     except ValueError:  # a built-in without a signature
         return
-    if given and given.kind is given.KEYWORD_ONLY and given.default is given.empty:
+    if x and x.kind is x.KEYWORD_ONLY and x.default is x.empty:
         raise TypeError(
-            f"`{present_call()}` passes `derivatives` to the function with a `Scaling` alone, but "
+            f"`{called()}` passes `derivatives` to the function with a `Scaling` alone, but "
             "got no derivative scales. Pass `mpx_pde.Scaling(derivatives=mpx_pde.DerivativeScaling"
             ".per_direction(...))`, or write `derivatives=None` in the function."
         )

@@ -15,6 +15,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float32, Int32
 
+from .._util._calls import called, named, public
 from .._util._repr import described, in_a_line, number, skips
 from .._util._types import BoolLike, PyTree, ScalarLike
 from ..precision._cast import is_inexact, widen
@@ -45,7 +46,7 @@ def multiply(x: Any, factor: Any) -> Any:
     return scaled_leaf(x, factor).astype(jnp.result_type(x)) if is_inexact(x) else x
 
 
-def _positive_scalar(value: Any, call: str, name: str) -> None:
+def _positive_scalar(value: Any, name: str) -> None:
     if isinstance(value, Tracer):
         kinds = (jnp.integer, jnp.floating)
         ok = value.shape == () and any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
@@ -58,28 +59,28 @@ def _positive_scalar(value: Any, call: str, name: str) -> None:
             ok = False
     if not ok:
         raise ValueError(
-            f"`{call}` needs a positive, finite scalar (from 2^-126 to 2^126, which float32 can "
-            f"divide by) as `{name}`, but got {in_a_line(value)}."
+            f"`{called()}` needs a positive, finite scalar (from 2^-126 to 2^126, which float32 "
+            f"can divide by) as `{name}`, but got {in_a_line(value)}."
         )
 
 
-def _static(value: Any, call: str, name: str) -> float:
+def _static(value: Any, name: str) -> float:
     if isinstance(value, Tracer):
         raise ValueError(
-            f"`{call}` needs a Python number or a concrete array as `{name}`, since it is a static "
-            "field, but got a traced value. Build the scaler outside of `jit`."
+            f"`{called()}` needs a Python number or a concrete array as `{name}`, since it is a "
+            "static field, but got a traced value. Build the scaler outside of `jit`."
         )
-    _positive_scalar(value, call, name)
+    _positive_scalar(value, name)
     return float(value)
 
 
-def _counter(value: Any, call: str) -> Int32[Array, ""]:
+def _counter(value: Any) -> Int32[Array, ""]:
     value = 0 if value is None else value
     dtype = getattr(value, "dtype", np.dtype(type(value)))
     ok = np.shape(value) == () and jnp.issubdtype(dtype, jnp.integer)
     if not ok or (not isinstance(value, Tracer) and not 0 <= int(value) < 2**31):
         raise ValueError(
-            f"`{call}` needs an integer scalar as `counter`, the steps counted so far, but got "
+            f"`{called()}` needs an integer scalar as `counter`, the steps counted so far, but got "
             f"{in_a_line(value)}."
         )
     return jnp.array(value, jnp.int32)
@@ -129,9 +130,10 @@ class NoOpLossScaling(AbstractLossScaling):
         """Returns `tree`, with leaves narrower than float32 cast to float32."""
         return widen(tree)
 
+    @public
     def adjust(self, grads_finite: BoolLike) -> "NoOpLossScaling":
         """Returns the scaling itself."""
-        check_flag(grads_finite, "NoOpLossScaling.adjust", "grads_finite")
+        check_flag(grads_finite, "grads_finite")
         return self
 
 
@@ -169,6 +171,7 @@ class StaticLossScaling(_ByArray):
     def __repr__(self) -> str:
         return described(self, f"loss_scaling={number(self.loss_scaling)}")
 
+    @public
     def __init__(self, loss_scaling: ScalarLike):
         """**Arguments:**
 
@@ -176,12 +179,13 @@ class StaticLossScaling(_ByArray):
 
         **Raises:** `ValueError` if it is not positive, finite and scalar.
         """
-        _positive_scalar(loss_scaling, "StaticLossScaling", "loss_scaling")
+        _positive_scalar(loss_scaling, "loss_scaling")
         self.loss_scaling = jnp.array(loss_scaling, jnp.float32)
 
+    @public
     def adjust(self, grads_finite: BoolLike) -> "StaticLossScaling":
         """Returns the scaling itself."""
-        check_flag(grads_finite, "StaticLossScaling.adjust", "grads_finite")
+        check_flag(grads_finite, "grads_finite")
         return self
 
 
@@ -220,6 +224,7 @@ class DynamicLossScaling(_ByArray):
     period: int = eqx.field(static=True)
     max_loss_scaling: float | None = eqx.field(static=True)
 
+    @public
     def __init__(
         self,
         loss_scaling: ScalarLike = 2**15,
@@ -248,23 +253,22 @@ class DynamicLossScaling(_ByArray):
         of its bounds, a `factor` that is not a power of two above 1, a `period` below 1, or a
         `counter` that is not such an integer.
         """
-        call = "DynamicLossScaling"
-        bound = lambda value, name: _power_of_two(_static(value, call, name))
+        bound = lambda value, name: _power_of_two(_static(value, name))
         self.min_loss_scaling = bound(min_loss_scaling, "min_loss_scaling")
-        self.factor = _static(factor, call, "factor")
+        self.factor = _static(factor, "factor")
         if self.factor <= 1 or self.factor != _power_of_two(self.factor):
             raise ValueError(
-                f"`{call}` needs a power of two above 1 as `factor`, since other factors round "
+                f"`{called()}` needs a power of two above 1 as `factor`, since other factors round "
                 f"every scaled value, but got {factor!r}. Use 2 or 4."
             )
-        self.period = int(_static(period, call, "period"))
+        self.period = int(_static(period, "period"))
         if not 1 <= self.period < 2**31 or self.period != period:
             raise ValueError(
-                f"`{call}` needs an integer from 1 to 2^31 - 1 as `period`, but got {period!r}."
+                f"`{called()}` needs an integer from 1 to 2^31 - 1 as `period`, but got {period!r}."
             )
         capped = max_loss_scaling is not None
         self.max_loss_scaling = bound(max_loss_scaling, "max_loss_scaling") if capped else None
-        _positive_scalar(loss_scaling, call, "loss_scaling")
+        _positive_scalar(loss_scaling, "loss_scaling")
         if isinstance(loss_scaling, Tracer):
             _, exponent = jnp.frexp(loss_scaling.astype(jnp.float32))
             self.loss_scaling = jnp.ldexp(jnp.ones((), jnp.float32), exponent - 1)
@@ -273,12 +277,12 @@ class DynamicLossScaling(_ByArray):
             top = math.inf if self.max_loss_scaling is None else self.max_loss_scaling
             if not self.min_loss_scaling <= scale <= top:
                 raise ValueError(
-                    f"`{call}` needs a `loss_scaling` between `min_loss_scaling` "
+                    f"`{called()}` needs a `loss_scaling` between `min_loss_scaling` "
                     f"({self.min_loss_scaling}) and `max_loss_scaling` ({max_loss_scaling}), but "
                     f"got {loss_scaling!r}."
                 )
             self.loss_scaling = jnp.array(scale, jnp.float32)
-        self.counter = _counter(counter, call)
+        self.counter = _counter(counter)
         self.skipped_steps = jnp.array(0, jnp.int32)
         self.consecutive_skips = jnp.array(0, jnp.int32)
         self.taken_steps = jnp.array(self.counter, jnp.int32)
@@ -305,6 +309,7 @@ class DynamicLossScaling(_ByArray):
         """Returns whether the last step was skipped and the scale cannot fall any further."""
         return (self.loss_scaling <= self.min_loss_scaling) & (self.consecutive_skips > 0)
 
+    @public
     def adjust(self, grads_finite: BoolLike) -> "DynamicLossScaling":
         """Returns the scaling for the next step.
 
@@ -316,7 +321,7 @@ class DynamicLossScaling(_ByArray):
 
         A `DynamicLossScaling` with the new scale and counters.
         """
-        finite = check_flag(grads_finite, "DynamicLossScaling.adjust", "grads_finite")
+        finite = check_flag(grads_finite, "grads_finite")
         top = self.max_loss_scaling or default_cap(present_forward(), half_precision_datatype())
         counted = self.counter + 1
         # Not `==`: a counter that was restored beyond the period fires as well.
@@ -324,10 +329,10 @@ class DynamicLossScaling(_ByArray):
         grown = jnp.minimum(self.loss_scaling, top / self.factor) * self.factor
         grown = jnp.maximum(grown, self.loss_scaling)  # a scale that started above the cap
         shrunk = jnp.maximum(self.loss_scaling / self.factor, self.min_loss_scaling)
-        kept = jnp.where(grow, grown, self.loss_scaling)
+        adjusted = jnp.where(grow, grown, self.loss_scaling)
         return with_fields(
             self,
-            loss_scaling=jnp.where(finite, kept, shrunk),
+            loss_scaling=jnp.where(finite, adjusted, shrunk),
             counter=jnp.where(finite & ~grow, counted, 0),
             **counted_steps(self, finite),
         )
@@ -348,32 +353,33 @@ def counted_steps(scaling: Any, taken: Bool[Array, ""]) -> dict[str, Int32[Array
     }
 
 
-def check_scaling(scaling: Any, call: str, name: str = "scaling") -> None:
-    """Raises a `TypeError` in the name of `call` unless `scaling` is a loss scaling."""
+def check_scaling(scaling: Any, name: str = "scaling") -> None:
+    """Raises a `TypeError` in the name of the called function unless `scaling` is a loss
+    scaling."""
     if not isinstance(scaling, AbstractLossScaling):
         raise TypeError(
-            f"`{call}` needs a loss scaling as `{name}`, such as `mpx_pde.DynamicLossScaling()`, "
-            "`mpx_pde.NoOpLossScaling()` or, around derivative scales, "
-            f"`mpx_pde.Scaling(derivatives=...)`, but got {in_a_line(scaling)}."
+            f"`{called()}` needs a loss scaling as `{name}`, such as "
+            "`mpx_pde.DynamicLossScaling()`, `mpx_pde.NoOpLossScaling()` or, around derivative "
+            f"scales, `mpx_pde.Scaling(derivatives=...)`, but got {in_a_line(scaling)}."
         )
 
 
-def split_aux(out: Any, call: str) -> tuple[Any, Any]:
-    """Splits what a function returned into `(loss, aux)`; raises a `TypeError` in the name of
-    `call` if it is not such a pair.
-    """
+def split_aux(out: Any) -> tuple[Any, Any]:
+    """Splits what a function returned into `(loss, aux)`; raises a `TypeError` in the name of the
+    called function if it is not such a pair."""
     if not isinstance(out, tuple) or len(out) != 2:
         # The type of an array is not used, since it is some kind of tracer while JAX traces.
         what = type(out).__name__
         if isinstance(out, Array):
             what = f"an array of dtype {out.dtype.name} and shape {out.shape}"
         raise TypeError(
-            f"`{call}` with `has_aux=True` needs a function that returns `(loss, aux)`, but it "
+            f"`{called()}` with `has_aux=True` needs a function that returns `(loss, aux)`, but it "
             f"returned {what}. Return both, or leave `has_aux` out."
         )
     return out
 
 
+@public
 def scaled(
     func: Callable[..., Any], scaling: AbstractLossScaling, has_aux: bool = False
 ) -> Callable[..., Any]:
@@ -389,11 +395,13 @@ def scaled(
 
     A function of the same arguments that returns the scaled value.
     """
-    check_scaling(scaling, "scaled")
+    check_scaling(scaling)
 
     def scaled_func(*args, **kwargs):
         if has_aux:
-            value, aux = split_aux(func(*args, **kwargs), "scaled")
+            out = func(*args, **kwargs)
+            with named("scaled"):
+                value, aux = split_aux(out)
             return scaling.scale(value), aux
         return scaling.scale(func(*args, **kwargs))
 

@@ -8,12 +8,12 @@ marked values are collected from its program, as whole batches.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jaxtyping import Array
 
+from ..precision._setting import setting, setting_with
 from ..products._order import batch_behind
 from ..program import _tables as tables
 from ..program._jaxpr import (
@@ -25,14 +25,12 @@ from ..program._jaxpr import (
 )
 
 
-# Part of the key of jit's caches, because a function that was traced without marks has none.
-_marking = jax.make_user_context(False)
 _MARK = "mpx_pde.partials: "
 
 
 def marked(values: dict[str, Any]) -> dict[str, Any]:
     """Marks values with their names inside of `collecting`. Elsewhere returns them unchanged."""
-    if not _marking.value:
+    if not setting().marks:
         return values
     # In an order of axes that does not depend on the rules for batches.
     return {name: checkpoint_name(batch_behind(x, -1), _MARK + name) for name, x in values.items()}
@@ -46,11 +44,11 @@ def collecting(fun: Callable) -> Callable[..., tuple[Any, dict[str, Array]]]:
     """
 
     def call(*args: Any, **kwargs: Any) -> tuple[Any, dict[str, Array]]:
-        with _marking(True):
+        with setting_with(marks=True):
             closed, leaves, assemble = trace_arrays(fun, args, kwargs)
-        found: dict[str, list[Array]] = {}
-        out = _collect(closed, [x for _, x in leaves], found)
-        return assemble(out), {name: _joined(parts) for name, parts in found.items()}
+        collected: dict[str, list[Array]] = {}
+        out = _collect(closed, [x for _, x in leaves], collected)
+        return assemble(out), {name: _joined(parts) for name, parts in collected.items()}
 
     return call
 
@@ -65,16 +63,16 @@ def _joined(parts: list[Array]) -> Array:
 _ENTERED = tables.CALLS | tables.OF_REVERSE_MODE | tables.PUSHES
 
 
-def _collect(closed: ClosedJaxpr, operands: Sequence, found: dict[str, list[Array]]) -> list:
-    """Evaluates a jaxpr, and adds the marked values in it to `found` by their names."""
+def _collect(closed: ClosedJaxpr, operands: Sequence, collected: dict[str, list[Array]]) -> list:
+    """Evaluates a jaxpr, and adds the marked values in it to `collected` by their names."""
 
     def evaluate(_: int, eqn: JaxprEqn, args: list) -> Sequence:
         if eqn.primitive.name == "name" and eqn.params["name"].startswith(_MARK):
-            found.setdefault(eqn.params["name"].removeprefix(_MARK), []).append(args[0])
+            collected.setdefault(eqn.params["name"].removeprefix(_MARK), []).append(args[0])
             return args
         with in_context_of(eqn):
             if eqn.primitive.name in _ENTERED:
-                return _collect(bodies_of(eqn)[0], args, found)
+                return _collect(bodies_of(eqn)[0], args, collected)
             return own_bind(eqn, args)
 
     return walk(closed.jaxpr, closed.consts, operands, lambda atom: atom.val, evaluate)

@@ -6,13 +6,15 @@ histograms.
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32, Shaped
 
+from .._util._calls import called
 from ..precision._dtypes import FLOAT16_MAX, check_integer
 from ._checks import exponent_of, term_list
 from ._probe import HIGHEST, LOWEST
@@ -31,7 +33,8 @@ _BELOW, _FINE, _FULL, _NEAR, _LOST = (1 << i for i in range(5))
 the next step of the scale brings them near overflow; near overflow; not finite."""
 
 
-class Rule(NamedTuple):
+@dataclass(frozen=True)
+class Rule:
     """The constants of an update rule."""
 
     step: int
@@ -81,14 +84,14 @@ def adjusted(
     and `caution`.
     """
     lowest, highest = np.array(rule.lowest, np.int32), np.array(rule.highest, np.int32)
-    # The largest values of a row decide, because smaller ones that vanish are rounding beside them.
-    # A row of zeros may have underflowed as a whole.
+    # The largest values of a row decide, because smaller ones that vanish are rounding errors
+    # relative to them. A row of zeros may have underflowed as a whole.
     level = jnp.max(jnp.where(counts > 0, rule.levels, 0), axis=1)
     # A scaler for which nothing was counted has level 0: its step is not clean.
-    found = rule.of_scalers(level)
-    lost, crowded, clean = found >= _LOST, found >= _NEAR, (found > 0) & (found < _LOST)
+    bits = rule.of_scalers(level)
+    lost, crowded, clean = bits >= _LOST, bits >= _NEAR, (bits > 0) & (bits < _LOST)
     # A larger scale would save derivatives that vanish, and would bring none near overflow.
-    starved = (found < _FULL) & (found & _BELOW > 0)
+    starved = (bits < _FULL) & (bits & _BELOW > 0)
 
     interval = jnp.where(
         exponents <= rule.recover_threshold, rule.recover_growth_interval, rule.growth_interval
@@ -130,35 +133,35 @@ _LOWEST_TOTAL, _HIGHEST_TOTAL = -120, 120
 """Bounds of the exponent of any product of scales, because its inverse must be a float32."""
 
 
-def parse_special(special: Any, call: str) -> dict[str, dict[str, Any]]:
+def parse_special(special: Any) -> dict[str, dict[str, Any]]:
     """Returns the options of each special term."""
     if not isinstance(special, Mapping):
-        special = {name: {} for name in term_list(special, call, empty=True)}
+        special = {name: {} for name in term_list(special, empty=True)}
     out = {}
     for name, value in special.items():
-        term_list([name], call)
+        term_list([name])
         if value is not None and not isinstance(value, Mapping):
             value = {"max_scale": value}
         out[name] = dict(value or {})
         unknown = sorted(set(out[name]) - set(_SCALES))
         if unknown:
             raise ValueError(
-                f"`{call}` takes 'init_scale', 'max_scale' and 'min_scale' for the special "
+                f"`{called()}` takes 'init_scale', 'max_scale' and 'min_scale' for the special "
                 f"term {name!r}, but got {', '.join(map(repr, unknown))}."
             )
     return out
 
 
 def _ranges(
-    options: Mapping[str, Any], strategy: AbstractStrategy, special: Mapping[str, Any], call: str
+    options: Mapping[str, Any], strategy: AbstractStrategy, special: Mapping[str, Any]
 ) -> list[tuple[int, int, int]]:
     """Returns the lowest, the first and the highest exponent of each scaler."""
     common = [n for n in strategy.names if n not in special]
     for key in _SCALES:
         if isinstance(options[key], Mapping) and set(options[key]) != set(common):
             raise ValueError(
-                f"`{call}` needs `{key}` as one number or as a mapping with a number for each of "
-                f"its scalers, {', '.join(common)}, but got {options[key]!r}."
+                f"`{called()}` needs `{key}` as one number or as a mapping with a number for each "
+                f"of its scalers, {', '.join(common)}, but got {options[key]!r}."
             )
     most = max(row.order for row in strategy.rows)
     out = []
@@ -167,7 +170,7 @@ def _ranges(
         for key in _SCALES:
             value = special.get(name, {}).get(key, options[key])
             value = value.get(name, DEFAULTS[key]) if isinstance(value, Mapping) else value
-            exponents[key] = exponent_of(value, call, key)
+            exponents[key] = exponent_of(value, key)
             if value is DEFAULTS[key]:
                 # The default is for one coordinate's scale, which the derivatives carry so often.
                 exponents[key] *= strategy.order_of(i)
@@ -180,7 +183,7 @@ def _ranges(
             init = min(init, high)
         if not low <= init <= high:
             raise ValueError(
-                f"`{call}` needs `init_scale` between `min_scale` and `max_scale`, but got "
+                f"`{called()}` needs `init_scale` between `min_scale` and `max_scale`, but got "
                 f"2^{init} outside of [2^{low}, 2^{high}] for {name!r}."
             )
         out.append((low, init, high))
@@ -188,30 +191,30 @@ def _ranges(
 
 
 def parse_rule(
-    options: Mapping[str, Any], strategy: AbstractStrategy, special: Mapping[str, Any], call: str
+    options: Mapping[str, Any], strategy: AbstractStrategy, special: Mapping[str, Any]
 ) -> tuple[Rule, tuple[int, ...]]:
     """Returns the update rule for these options, and the exponents that the scalers start with."""
     unknown = sorted(set(options) - set(DEFAULTS))
     if unknown:
         raise TypeError(
-            f"`{call}` got the unknown options {', '.join(unknown)}; it knows "
+            f"`{called()}` got the unknown options {', '.join(unknown)}; it knows "
             f"{', '.join(sorted(DEFAULTS))}."
         )
     options = {**DEFAULTS, **options}
-    lowest, start, highest = zip(*_ranges(options, strategy, special, call), strict=True)
-    factor = exponent_of(options["factor"], call, "factor")
+    lowest, start, highest = zip(*_ranges(options, strategy, special), strict=True)
+    factor = exponent_of(options["factor"], "factor")
     if factor < 1 or 2.0**factor != options["factor"]:
         raise ValueError(
-            f"`{call}` needs a power of two above 1 as `factor`, since other factors round "
+            f"`{called()}` needs a power of two above 1 as `factor`, since other factors round "
             f"every derivative, but got {options['factor']!r}."
         )
-    interval = lambda name, least=1: check_integer(options[name], call, name, least)
+    interval = lambda name, least=1: check_integer(options[name], name, least)
     rule = Rule(
         step=factor,
         lowest=lowest,
         highest=highest,
         growth_interval=interval("growth_interval"),
-        recover_threshold=exponent_of(options["recover_threshold"], call, "recover_threshold"),
+        recover_threshold=exponent_of(options["recover_threshold"], "recover_threshold"),
         recover_growth_interval=interval("recover_growth_interval"),
         margin=interval("margin", least=0),
         members=tuple(

@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float32, Int32
 
+from .._util._calls import called, public
 from .._util._repr import in_a_line
 from .._util._types import PyTree, ScalarLike
 from ..precision._cast import is_inexact
@@ -29,54 +30,55 @@ def power_of_two(exponent: Int32[Array, "*shape"]) -> Float32[Array, "*shape"]:
     return 1 / lax.bitcast_convert_type((127 - exponent) << 23, jnp.float32)
 
 
-def _scale_and_inverse(scale: Any, call: str) -> tuple[Any, Any]:
+def _scale_and_inverse(scale: Any) -> tuple[Any, Any]:
     if isinstance(scale, jax.Array):
         if scale.shape != () or not jnp.issubdtype(scale.dtype, jnp.floating):
             raise TypeError(
-                f"`{call}` needs a power of two as `scale`, a number or a floating-point scalar, "
-                f"but got dtype {scale.dtype.name} and shape {scale.shape}."
+                f"`{called()}` needs a power of two as `scale`, a number or a floating-point "
+                f"scalar, but got dtype {scale.dtype.name} and shape {scale.shape}."
             )
         scale = scale.astype(jnp.float32)
         return scale, 1 / scale
-    exponent = exponent_of(scale, call, "scale")
+    exponent = exponent_of(scale, "scale")
     if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
         raise ValueError(
-            f"`{call}` needs a `scale` from 2^-126 to 2^126, which float32 can divide by, but got "
-            f"{scale!r}."
+            f"`{called()}` needs a `scale` from 2^-126 to 2^126, which float32 can divide by, but "
+            f"got {scale!r}."
         )
     if 2.0**exponent != scale:
         raise ValueError(
-            f"`{call}` needs a power of two as `scale`, since others round every derivative, but "
-            f"got {scale!r}. Take {2.0**exponent}."
+            f"`{called()}` needs a power of two as `scale`, since others round every derivative, "
+            f"but got {scale!r}. Take {2.0**exponent}."
         )
     return np.float32(2.0**exponent), np.float32(2.0**-exponent)
 
 
 def _check_tangents(primals: Any, tangents: Any) -> None:
-    call = "scaled_jvp"
     for name, x in (("primals", primals), ("tangents", tangents)):
         if not isinstance(x, tuple | list):
             raise TypeError(
-                f"`{call}` takes `{name}` as a tuple with an entry for each argument of the "
+                f"`{called()}` takes `{name}` as a tuple with an entry for each argument of the "
                 f"function, such as `(x,)`, but got {in_a_line(x)}."
             )
-    check_same_structure(call, "`primals`", tuple(primals), "`tangents`", tuple(tangents))
+    check_same_structure("`primals`", tuple(primals), "`tangents`", tuple(tangents))
 
     def check(path, x, t):
         if jnp.shape(x) != jnp.shape(t):
             raise ValueError(
-                f"`{call}`: the tangent at {jtu.keystr(path)} has shape {jnp.shape(t)}, but the "
-                f"primal there has shape {jnp.shape(x)}. A tangent is a direction for its primal."
+                f"`{called()}`: the tangent at {jtu.keystr(path)} has shape {jnp.shape(t)}, but "
+                f"the primal there has shape {jnp.shape(x)}. A tangent is a direction for its "
+                "primal."
             )
         if is_inexact(t) and not is_inexact(x):
             raise TypeError(
-                f"`{call}` differentiates in floating-point numbers, but the primal at "
+                f"`{called()}` differentiates in floating-point numbers, but the primal at "
                 f"{jtu.keystr(path)} has dtype {jnp.result_type(x).name}. Cast it to float32."
             )
 
     jtu.tree_map_with_path(check, tuple(primals), tuple(tangents))
 
 
+@public
 def scaled_jvp(
     fun: Callable[..., Any],
     primals: Sequence[PyTree],
@@ -107,7 +109,7 @@ def scaled_jvp(
     match the primals; `TypeError` for an array that is not a floating-point scalar, for primals or
     tangents that are not tuples or lists, and for integer primals with floating-point tangents.
     """
-    scale, inverse = _scale_and_inverse(scale, "scaled_jvp")
+    scale, inverse = _scale_and_inverse(scale)
     _check_tangents(primals, tangents)
     tangents = jtu.tree_map(lambda t: multiply(t, scale), tuple(tangents))
     out, out_dot = jax.jvp(fun, tuple(primals), tangents)
@@ -116,6 +118,7 @@ def scaled_jvp(
     return out, out_dot
 
 
+@public
 def scaled_vjp(
     fun: Callable[..., Any], *primals: PyTree, scale: ScalarLike, unscale: bool = True
 ) -> tuple[PyTree, Callable[..., Any]]:
@@ -136,7 +139,7 @@ def scaled_vjp(
 
     **Raises:** as [`mpx_pde.scaled_jvp`][] for its `scale`.
     """
-    scale, inverse = _scale_and_inverse(scale, "scaled_vjp")
+    scale, inverse = _scale_and_inverse(scale)
     out, pullback = jax.vjp(fun, *primals)
 
     def vjp(cotangent: PyTree) -> tuple:

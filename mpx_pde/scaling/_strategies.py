@@ -11,11 +11,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement, permutations
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 
+from .._util._calls import called
 from ._checks import split_names, term_list
 
 
@@ -27,7 +28,8 @@ _LOW = -8
 digits. Values down to 2^-5 keep theirs at this exponent."""
 
 
-class HistogramRow(NamedTuple):
+@dataclass(frozen=True)
+class HistogramRow:
     """A row of the histogram, for the derivatives that are scaled alike."""
 
     name: str
@@ -44,7 +46,7 @@ def _weights(dirs: Iterable[int]) -> Weights:
     return tuple(sorted(Counter(dirs).items()))
 
 
-def _dirs_of(term: str, order: int, coords: tuple[str, ...] | None, call: str) -> tuple[Any, ...]:
+def _dirs_of(term: str, order: int, coords: tuple[str, ...] | None) -> tuple[Any, ...]:
     """Returns the directions of a term with a histogram of its own: the positions of coordinates,
     or letters if the names of the coordinates are not known.
     """
@@ -53,7 +55,7 @@ def _dirs_of(term: str, order: int, coords: tuple[str, ...] | None, call: str) -
     if dirs is None or not 1 <= len(dirs) <= order:
         names = "of one letter, or in `coords`" if coords is None else ", ".join(coords)
         raise ValueError(
-            f"`{call}` cannot give the term {term!r} a histogram of its own: it must end in an "
+            f"`{called()}` cannot give the term {term!r} a histogram of its own: it must end in an "
             f"underscore and 1 to {order} of the coordinates {names}."
         )
     return dirs
@@ -110,7 +112,7 @@ class AbstractStrategy(abc.ABC):
         names = {"names": list(self.names), "rows": list(self.row_names)}
         return {"kind": self.kind, **names, "order": self.order}
 
-    def row_of(self, term: str, named: Sequence[str], call: str) -> int:
+    def row_of(self, term: str, named: Sequence[str]) -> int:
         """Returns the row of a term, which is the derivative in the `named` coordinates."""
         order, output = len(named), term.rpartition("_")[0]
         # The letters may be in any order.
@@ -118,14 +120,14 @@ class AbstractStrategy(abc.ABC):
         term = next((name for name in (term, *alike) if name in self.row_names), term)
         if self.order is not None and order > self.order and term not in self.names:
             raise ValueError(
-                f"`{call}`: the term {term!r} is of order {order}, but the scaling was built for "
-                f"orders up to {self.order}. Give `DerivativeScaling.per_{self.kind}` the order "
-                f"{order}."
+                f"`{called()}`: the term {term!r} is of order {order}, but the scaling was built "
+                f"for orders up to {self.order}. Give `DerivativeScaling.per_{self.kind}` the "
+                f"order {order}."
             )
         if term not in self.row_names:
             if self.order is None:
                 raise ValueError(
-                    f"`{call}`: the scaling has no scaler for the term {term!r}; it knows "
+                    f"`{called()}`: the scaling has no scaler for the term {term!r}; it knows "
                     f"{', '.join(self.names)}. Name it in `DerivativeScaling.per_term`."
                 )
             return self._shared_row(named)
@@ -133,8 +135,8 @@ class AbstractStrategy(abc.ABC):
         expected = self._expected(term, named)
         if expected is not None and self.rows[row].weights != expected:
             raise ValueError(
-                f"`{call}`: the term {term!r} is the derivative in {', '.join(named)}, which is "
-                f"not what `DerivativeScaling.per_{self.kind}` took it for. Give it the same "
+                f"`{called()}`: the term {term!r} is the derivative in {', '.join(named)}, which "
+                f"is not what `DerivativeScaling.per_{self.kind}` took it for. Give it the same "
                 f"coordinates{', as `coords`' if self.kind == 'order' else ''}."
             )
         return row
@@ -152,9 +154,7 @@ class AbstractStrategy(abc.ABC):
         the name is enough.
         """
 
-    def sum_rows(
-        self, summands: Sequence[Sequence[str]], laplacian: bool, call: str
-    ) -> tuple[int, ...]:
+    def sum_rows(self, summands: Sequence[Sequence[str]], laplacian: bool) -> tuple[int, ...]:
         """Returns the rows that count a sum of the derivatives in these coordinates: those of its
         highest order. A Laplacian over all coordinates that have scales has a row of its own.
         """
@@ -165,7 +165,7 @@ class AbstractStrategy(abc.ABC):
         if self.order is None or order > self.order:
             what = "a Laplacian" if laplacian else f"an operator of order {order}"
             raise ValueError(
-                f"`{call}`: the scaling has no scaler for {what}; it knows "
+                f"`{called()}`: the scaling has no scaler for {what}; it knows "
                 f"{', '.join(self.names)}. Build it for order {order} with "
                 "`DerivativeScaling.per_direction` or `per_order`. `per_term` takes a Laplacian by "
                 "the name 'laplacian'."
@@ -191,7 +191,7 @@ class AbstractStrategy(abc.ABC):
         - `order`: the order of the lowest counted derivative that it leads to, itself included.
         """
 
-    def kept(self, exponent: Any, margin: int) -> Any:
+    def stored(self, exponent: Any, margin: int) -> Any:
         """Returns the exponent at which a stream is stored. `exponent` is that of its derivative,
         and the update rule keeps `margin` powers of two free below overflow.
         """
@@ -207,13 +207,13 @@ class AbstractStrategy(abc.ABC):
         """
         return 1
 
-    def check_coords(self, coords: Iterable[str], call: str) -> None:
+    def check_coords(self, coords: Iterable[str]) -> None:
         """Raises a `ValueError` for coordinates that have no scale."""
         unknown = [c for c in coords if self.coords is not None and c not in self.coords]
         if unknown:
             raise ValueError(
-                f"`{call}`: the scaling was built for the coordinates {', '.join(self.names)} and "
-                f"has no scale for {', '.join(map(repr, unknown))}. Name all coordinates in "
+                f"`{called()}`: the scaling was built for the coordinates {', '.join(self.names)} "
+                f"and has no scale for {', '.join(map(repr, unknown))}. Name all coordinates in "
                 "`DerivativeScaling.per_direction`."
             )
 
@@ -228,9 +228,7 @@ class PerDirection(AbstractStrategy):
     kind: ClassVar[str] = "direction"
 
     @classmethod
-    def of(
-        cls, names: tuple[str, ...], order: int, terms: Sequence[str], call: str
-    ) -> "PerDirection":
+    def of(cls, names: tuple[str, ...], order: int, terms: Sequence[str]) -> "PerDirection":
         rows = [
             HistogramRow("_" + "".join(names[i] for i in dirs), _weights(dirs))
             for k in range(1, order + 1)
@@ -239,8 +237,8 @@ class PerDirection(AbstractStrategy):
         if order >= 2:
             every = tuple((i, 2) for i in range(len(names)))
             rows.append(HistogramRow("laplacian", every, smallest=True))
-        for term in term_list(terms, call, empty=True):
-            rows.append(HistogramRow(term, _weights(_dirs_of(term, order, names, call))))
+        for term in term_list(terms, empty=True):
+            rows.append(HistogramRow(term, _weights(_dirs_of(term, order, names))))
         return cls(names, order, tuple(rows))
 
     def _expected(self, term: str, named: Sequence[str]) -> Weights:
@@ -253,7 +251,7 @@ class PerDirection(AbstractStrategy):
         at: list[Any] = [exponents[i if len(i) > 1 else int(i[0])] for i in places]
         return sum(at[1:], at[0])
 
-    def kept(self, exponent: Any, margin: int) -> Any:
+    def stored(self, exponent: Any, margin: int) -> Any:
         return jnp.maximum(exponent, jnp.minimum(exponent + margin, _LOW))
 
     @property
@@ -280,15 +278,14 @@ class PerOrder(AbstractStrategy):
         special: Sequence[str],
         terms: Sequence[str],
         coords: tuple[str, ...] | None,
-        call: str,
     ) -> "PerOrder":
         names = (*(f"order {k}" for k in range(1, order + 1)), *special)
         rows = [HistogramRow(name, ((i, 1),)) for i, name in enumerate(names)]
         if order >= 2 and "laplacian" not in special:
             rows.append(HistogramRow("laplacian", ((1, 1),)))
-        for term in term_list(terms, call, empty=True):
+        for term in term_list(terms, empty=True):
             if term not in special:  # special terms have rows already
-                dirs = _dirs_of(term, order, coords, call)
+                dirs = _dirs_of(term, order, coords)
                 rows.append(HistogramRow(term, ((len(dirs) - 1, 1),)))
         return cls(names, order or None, tuple(rows))
 

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from .._util._calls import called
+
 
 _UNSCALED = 2
 """The lowest order of derivatives that are reported if they are in float16 without scaling. First
@@ -16,16 +18,16 @@ _unscaled: ContextVar[dict[str, int] | None] = ContextVar("unscaled_derivatives"
 def noting_unscaled() -> Iterator[dict[str, int]]:
     """Yields the calls in its context that take unscaled derivatives in float16 of order
     `_UNSCALED` or higher, each with its highest order."""
-    found: dict[str, int] = {}
-    token = _unscaled.set(found)
+    orders: dict[str, int] = {}
+    token = _unscaled.set(orders)
     try:
-        yield found
+        yield orders
     finally:
         _unscaled.reset(token)
 
 
-def note_unscaled(call: str, order: int) -> None:
-    """Records that `call` takes unscaled derivatives in float16, up to `order`."""
-    found = _unscaled.get()
-    if found is not None and order >= _UNSCALED:
-        found[call] = max(order, found.get(call, 0))
+def note_unscaled(order: int) -> None:
+    """Records that the called function takes unscaled derivatives in float16, up to `order`."""
+    orders = _unscaled.get()
+    if orders is not None and order >= _UNSCALED:
+        orders[called()] = max(order, orders.get(called(), 0))

@@ -35,20 +35,20 @@ class _Watch:
         self.pending: Array | None = None
         self.looks = 0
         self.next = 0.0
-        self.told = False
+        self.warned = False
 
     def see(self, count: Any, text: str) -> None:
         """Looks at a count if it is known, or at the one that came before."""
         if not isinstance(count, jax.Array) or isinstance(count, Tracer):
             return
         before, self.pending = self.pending, count
-        found: tuple[Any, ...] = (before, count)
+        operands: tuple[Any, ...] = (before, count)
         now = time.monotonic()
         if self.looks >= _AT_FIRST and now < self.next:
             return
         # A step that donates its arguments leaves nothing of the count before: wait for this one.
         donated = before is not None and before.is_deleted()
-        for x in found:
+        for x in operands:
             if x is None or x.is_deleted() or not (donated or x.is_ready()):
                 continue
             parts = [shard.data for shard in x.addressable_shards]
@@ -58,7 +58,7 @@ class _Watch:
             self.looks, self.next = self.looks + 1, now + _SECONDS
             with jax.transfer_guard("allow"):
                 largest = max((np.max(np.asarray(part), initial=0) for part in parts), default=0)
-            tell, self.told = largest > 0 and not self.told, bool(largest > 0)
+            tell, self.warned = largest > 0 and not self.warned, bool(largest > 0)
             if tell:
                 self.pending = None
                 warn_user(text.format(largest))

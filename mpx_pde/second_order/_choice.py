@@ -17,9 +17,9 @@ _SLOWER = 1.5
 blocks up. On a CPU 1.1 to 1.6, for 300 to 1,200 parameters and residuals."""
 
 _LEADING, _LEADING_IN_DUAL, _LEADING_IN_LOW_RANK = 192, 128, 64
-"""The number of leading directions of a Jacobian that are kept apart from the rest of it. For a
-wave equation at 1e-5 (1,001 parameters, relative damping 1e-13), 64 directions leave 100 iterations
-of conjugate gradients in the primal system, and 192 leave 4."""
+"""The number of leading directions of a Jacobian that are treated separately from the rest of it.
+For a wave equation at 1e-5 (1,001 parameters, relative damping 1e-13), 64 directions leave 100
+iterations of conjugate gradients in the primal system, and 192 leave 4."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,7 @@ def leading_columns(method: str, parameters: int, narrow: bool, memory: float = 
 
 
 def leading_in_dual(columns: int, rows: int) -> int:
-    """Returns how many of the leading directions a dual system takes apart."""
+    """Returns how many of the leading directions a dual system treats separately."""
     return min(columns, _LEADING_IN_DUAL, rows // 4)
 
 

@@ -52,10 +52,10 @@ class Rounded(eqx.Module):
             # A power of two, by its bits: `exp2` is inexact on a CPU.
             _, exponent = jnp.frexp(jnp.where(usual, size, 1.0))
             scale = jnp.ldexp(scale, -exponent)
-        kept = precision if precision in ("float16", "bfloat16", "float64") else "float32"
+        stored = precision if precision in ("float16", "bfloat16", "float64") else "float32"
         columns = rows.shape[1]
-        fill = -columns % _ALIGNED if kept != "float64" and columns >= WIDE else 0
-        rounded = (rows * scale[:, None]).astype(kept)
+        fill = -columns % _ALIGNED if stored != "float64" and columns >= WIDE else 0
+        rounded = (rows * scale[:, None]).astype(stored)
         return cls(jnp.pad(rounded, [(0, 0), (0, fill)]), scale)
 
     @property
@@ -65,15 +65,15 @@ class Rounded(eqx.Module):
 
     def by(self, other: "Rounded", precision: str) -> Float[Array, "rows others"]:
         """Returns the products of these rows with others."""
-        found = product_of_rows(self.rows, other.rows, precision, self._summed)
-        found = found.astype(self.scale.dtype)
-        return found / self.scale[:, None] / other.scale[None]
+        product = product_of_rows(self.rows, other.rows, precision, self._summed)
+        product = product.astype(self.scale.dtype)
+        return product / self.scale[:, None] / other.scale[None]
 
     def by_itself(self, precision: str) -> Float[Array, "rows rows"]:
         """Returns the lower triangle of the products of these rows with each other."""
         lower = Lower.of_products(self.rows, precision, self._summed, lambda x: x, axis=1)
-        found = lower.matrix().astype(self.scale.dtype)
-        return found / self.scale[:, None] / self.scale[None]
+        product = lower.matrix().astype(self.scale.dtype)
+        return product / self.scale[:, None] / self.scale[None]
 
 
 class Kernel(eqx.Module):
@@ -144,7 +144,7 @@ class Rows:
         if self.count == 1:
             jac = self.compute(self.block(0))
             leading = _spanned(lambda spans: _power(jac, spans.astype(jac.dtype)), before)
-            along, rest = _apart(jac, leading.spans().astype(jac.dtype), self.precision)
+            along, rest = _separated(jac, leading.spans().astype(jac.dtype), self.precision)
             squares = jnp.sum(jac**2, axis=0)
             return Kernel(rest.by_itself(self.precision), along, squares, leading)
         leading = _spanned(self._power, before)
@@ -168,25 +168,25 @@ class Rows:
         (each, columns), dtype, inner = self.shape.shape, self.shape.dtype, self.inner
         spans, most = leading.spans().astype(dtype), self.count * each
 
-        def kept(squares, j):
+        def row_block(squares, j):
             jac = self.compute(self.block(j))
-            return squares + jnp.sum(jac**2, axis=0), _apart(jac, spans, self.precision)
+            return squares + jnp.sum(jac**2, axis=0), _separated(jac, spans, self.precision)
 
         def strip(carry, i):
             out, squares = carry
             first = i * inner
-            squares, (along, rest) = lax.scan(kept, squares, first + jnp.arange(inner))
+            squares, (along, rest) = lax.scan(row_block, squares, first + jnp.arange(inner))
             rest = Rounded(rest.rows.reshape(inner * each, -1), rest.scale.ravel())
             own = jnp.tril(rest.by_itself(self.precision))
             out = lax.dynamic_update_slice(out, own, (first * each,) * 2)
 
-            def beside(k, out):
+            def off_diagonal(k, out):
                 j = (first + inner + k) % self.count
-                _, other = _apart(self.compute(self.block(j)), spans, self.precision)
+                _, other = _separated(self.compute(self.block(j)), spans, self.precision)
                 products = rest.by(other, self.precision)
                 return lax.dynamic_update_slice(out, products, (first * each, j * each))
 
-            return (lax.fori_loop(0, self.strips // 2 * inner, beside, out), squares), along
+            return (lax.fori_loop(0, self.strips // 2 * inner, off_diagonal, out), squares), along
 
         start = jnp.zeros((most, most), dtype), jnp.zeros(columns, dtype)
         (out, squares), along = lax.scan(strip, start, jnp.arange(self.strips))
@@ -202,7 +202,7 @@ def _power(
         return jac.T @ (jac @ spans)
 
 
-def _apart(
+def _separated(
     jac: Float[Array, "rows columns"], spans: Float[Array, "columns leading"], precision: str
 ) -> tuple[Float[Array, "rows leading"], Rounded]:
     """Returns the parts of rows along the leading directions, and what these leave, rounded."""
@@ -249,8 +249,8 @@ class Blocks(eqx.Module):
         self, damping: Float[Array, ""], solver: Any, precision: str
     ) -> Callable[[Float[Array, " rows"]], Float[Array, " rows"]]:
         """Returns a function that solves with `J Jᵀ + damping`."""
-        found = self.others, self.coupling, self.core, self.leading
-        return in_two_blocks(*found, damping, solver, precision)
+        blocks = self.others, self.coupling, self.core, self.leading
+        return in_two_blocks(*blocks, damping, solver, precision)
 
 
 def cut(rows: int, columns: int, examples: int, precision: str) -> tuple[int, int]:
@@ -303,7 +303,10 @@ class Dual:
         inner = self.blocks.factored(damping, self.solver, jacobian)
         # Rows that fill up are behind the last.
         dealt = lambda b: jnp.append(b, 0.0)[self.order]
-        direct = lambda b: jnp.zeros_like(b).at[self.order].set(inner(dealt(b)), mode="drop")
+
+        def direct(b):
+            return jnp.zeros_like(b).at[self.order].set(inner(dealt(b)), mode="drop")
+
         if jacobian == "float64" or not self.refinements:
             return lambda b, s: (at.pull(direct(b)), jnp.array(0, jnp.int32))
         most, close = self.refinements, CLOSE[at.residuals.forward]
@@ -351,8 +354,8 @@ def dual_conjugate_gradients(
 
         def turned():
             better = solve(new)
-            kept = jnp.maximum(better @ (new - r), 0) / jnp.maximum(r @ z, tiny)
-            return better, better + kept * p
+            beta = jnp.maximum(better @ (new - r), 0) / jnp.maximum(r @ z, tiny)
+            return better, better + beta * p
 
         more = (i < most) & left(x, new, w)
         z, p = lax.cond(more, turned, lambda: (z, p))

@@ -324,7 +324,10 @@ def _positive(
     symmetric = matrix + jnp.tril(matrix, -1).T
     operator = lx.MatrixLinearOperator(symmetric, lx.positive_semidefinite_tag)
     state = solver.init(operator, options={})
-    solve = lambda b: lx.linear_solve(operator, b, solver, state=state, throw=False).value
+
+    def solve(b):
+        return lx.linear_solve(operator, b, solver, state=state, throw=False).value
+
     return lambda b: solve(b.astype(gram.dtype)).astype(b.dtype)
 
 
@@ -351,8 +354,8 @@ def _cholesky(
         return factor(0.0), lower
 
     def failed(carry):
-        i, _, found = carry
-        lost = ~jnp.all(jnp.isfinite(jnp.diagonal(found)))
+        i, _, factor = carry
+        lost = ~jnp.all(jnp.isfinite(jnp.diagonal(factor)))
         return (i == 0) | (i < _TRIES) & lost & jnp.all(jnp.isfinite(size))
 
     def again(carry):
@@ -433,8 +436,8 @@ def conjugate_gradients(
         def turned():
             new = pull(b) - damping * x
             z = solve(new)
-            kept = jnp.maximum(z @ (new - s), 0) / jnp.maximum(gamma, tiny)
-            return new, z + kept * p, new @ z
+            beta = jnp.maximum(z @ (new - s), 0) / jnp.maximum(gamma, tiny)
+            return new, z + beta * p, new @ z
 
         more = (i < most) & (i.astype(total.dtype) * fell > close * total)
         s, p, gamma = lax.cond(more, turned, lambda: (s, p, gamma))

@@ -14,6 +14,7 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int32
 
+from .._util._calls import called, public
 from .._util._repr import described, in_a_line, number
 from .._util._types import PyTree
 from ..precision._cast import convert
@@ -29,8 +30,8 @@ from ._dual import Dual
 from ._gram import Reflector, first_leading
 from ._low_rank import LowRank, examples_at_a_time
 from ._primal import Primal
-from ._residuals import CALL as _CALL, Linearized, Residuals
-from ._search import Damping, Search, System, in_full
+from ._residuals import Linearized, Residuals
+from ._search import Damping, Search, System, at_highest_precision
 
 
 _FORWARDS = ("float32", "float64")
@@ -153,6 +154,7 @@ class LevenbergMarquardt(eqx.Module):
     refinements: int = eqx.field(static=True)
     solver: Any
 
+    @public
     def __init__(
         self,
         residuals: Callable[..., Any] | tuple[Callable[..., Any], ...],
@@ -205,27 +207,27 @@ class LevenbergMarquardt(eqx.Module):
         functions = residuals if isinstance(residuals, tuple) else (residuals,)
         if not functions or not all(callable(f) for f in functions):
             raise TypeError(
-                f"`{_CALL}` takes a function of the model and one example as `residuals`, or a "
+                f"`{called()}` takes a function of the model and one example as `residuals`, or a "
                 f"tuple of such functions, but got {in_a_line(residuals)}."
             )
         jacobian = forward if jacobian is None else jacobian
-        check_choice(forward, _FORWARDS, _CALL, "forward")
+        check_choice(forward, _FORWARDS, "forward")
         if jacobian not in _JACOBIANS or (jacobian == "float64" and forward != "float64"):
             raise ValueError(
-                f"`{_CALL}` takes one of {_JACOBIANS} as `jacobian`, no wider than `forward` "
+                f"`{called()}` takes one of {_JACOBIANS} as `jacobian`, no wider than `forward` "
                 f"({forward!r}), but got {jacobian!r}."
             )
-        check_choice(method, ("auto", *METHODS), _CALL, "method")
+        check_choice(method, ("auto", *METHODS), "method")
         if not is_real(memory) or not memory > 0:
             raise ValueError(
-                f"`{_CALL}` needs bytes, a number above 0, as `memory`, but got {memory!r}."
+                f"`{called()}` needs bytes, a number above 0, as `memory`, but got {memory!r}."
             )
-        check_dampings(_CALL, min_damping, damping, max_damping, acceleration)
-        check_solver(solver, _CALL)
+        check_dampings(min_damping, damping, max_damping, acceleration)
+        check_solver(solver)
         if type(refinements) is not int or refinements < 0:
-            raise ValueError(f"`{_CALL}` needs `refinements` >= 0, but got {refinements!r}.")
+            raise ValueError(f"`{called()}` needs `refinements` >= 0, but got {refinements!r}.")
         self.residuals = functions
-        self.forward = check_forward(forward, _CALL)
+        self.forward = check_forward(forward)
         self.jacobian = jacobian
         self.method = method
         self.memory = float(memory)
@@ -239,6 +241,7 @@ class LevenbergMarquardt(eqx.Module):
     def _dtype(self) -> Any:
         return jnp.dtype(self.forward)
 
+    @public
     def init(self, model: PyTree) -> LevenbergMarquardtState:
         """Returns the first state.
 
@@ -251,7 +254,7 @@ class LevenbergMarquardt(eqx.Module):
         **Raises:** `ValueError` for a model without parameters, or with complex ones. Issues a
         `PrecisionWarning` for parameters of a narrower dtype than `forward`.
         """
-        check_parameters(model, f"{_CALL}.init", self._dtype)
+        check_parameters(model, self._dtype)
         number = lambda x: jnp.array(x, self._dtype)
         columns = sum(x.size for x in jtu.tree_leaves(model) if eqx.is_inexact_array(x))
         several = leading_columns(self.method, columns, self._narrow, self.memory)
@@ -270,6 +273,7 @@ class LevenbergMarquardt(eqx.Module):
             asked=self._asked,
         )
 
+    @public
     def update(
         self, model: PyTree, state: LevenbergMarquardtState, batches: PyTree
     ) -> tuple[PyTree, LevenbergMarquardtState]:
@@ -292,12 +296,12 @@ class LevenbergMarquardt(eqx.Module):
         """
         if not isinstance(state, LevenbergMarquardtState):
             raise TypeError(
-                f"`{_CALL}.update` takes the model, the state that `init(model)` returned, and the "
+                f"`{called()}` takes the model, the state that `init(model)` returned, and the "
                 f"examples, but got {in_a_line(state)} as `state`."
             )
         if jnp.ndim(state.damping):
             raise ValueError(
-                f"`{_CALL}.update` takes the state of one model, but got one whose `damping` has "
+                f"`{called()}` takes the state of one model, but got one whose `damping` has "
                 f"shape {jnp.shape(state.damping)}, as an update under `jax.vmap` returns it for "
                 "all members. Map this call over the state too, or take that of a member."
             )
@@ -309,7 +313,7 @@ class LevenbergMarquardt(eqx.Module):
         system = self._system(choice.method, at, state)
         rule = Damping(self.min_damping, self.max_damping)
         search = Search.begun(at, system, rule, self.acceleration)
-        after, delta = in_full(lambda: search(self._begun(state, search, choice)))
+        after, delta = at_highest_precision(lambda: search(self._begun(state, search, choice)))
         self._tell(choice, after, search.finite | ~search.evaluated)
         moved = select_tree(after.taken, at.parameters(at.start + delta), at.params)
         alike = lambda x, y: convert(x, x.dtype, getattr(y, "weak_type", False))
@@ -324,7 +328,10 @@ class LevenbergMarquardt(eqx.Module):
         ```
         """
         params, static = eqx.partition(model, eqx.is_inexact_array)
-        values = lambda params: self._residuals.values(params, static, self._each(batches))
+
+        def values(params):
+            return self._residuals.values(params, static, self._each(batches))
+
         rows = jax.eval_shape(values, params).size
         return chosen(*self._asked, rows, sum(x.size for x in jtu.tree_leaves(params)))
 
@@ -343,14 +350,14 @@ class LevenbergMarquardt(eqx.Module):
 
     def _each(self, batches: PyTree) -> tuple:
         """Returns a tuple with the examples of each residual."""
-        count, given = len(self.residuals), len(batches) if type(batches) is tuple else None
-        if count == 1 and given != 1:
+        count, length = len(self.residuals), len(batches) if type(batches) is tuple else None
+        if count == 1 and length != 1:
             return (batches,)
-        if given != count:
+        if length != count:
             raise ValueError(
-                f"`{_CALL}.update` needs a tuple with the examples of each of the {count} "
-                f"residuals as `batches`, but got a {type(batches).__name__}"
-                + (f" of {given}." if given is not None else ".")
+                "`LevenbergMarquardt.update` needs a tuple with the examples of each of the "
+                f"{count} residuals as `batches`, but got a {type(batches).__name__}"
+                + (f" of {length}." if length is not None else ".")
             )
         return batches
 
@@ -358,7 +365,7 @@ class LevenbergMarquardt(eqx.Module):
         columns, leading = at.theta.size, state.leading
         if leading is not None and len(leading.y) != columns:
             raise ValueError(
-                f"`{_CALL}.update` got a state that `init` made for a model of "
+                f"`LevenbergMarquardt.update` got a state that `init` made for a model of "
                 f"{len(leading.y):,} parameters, but a model of {columns:,}. It takes the "
                 "model, its state and the examples, in this order."
             )
@@ -400,24 +407,24 @@ class LevenbergMarquardt(eqx.Module):
         if self.refinements and (self._narrow or choice.method == "low_rank"):
             _warn_if(
                 state.iterations >= self.refinements,
-                f"`{_CALL}` ended the solve for a step after {self.refinements} iterations "
-                f"(`refinements`), before it converged: {self._mend(choice)}, or a larger "
-                "`min_damping`.",
+                f"`LevenbergMarquardt` ended the solve for a step after {self.refinements} "
+                f"iterations (`refinements`), before it converged: {self._fix(choice)}, or a "
+                "larger `min_damping`.",
             )
         if self.jacobian == "float16" and choice.method == "primal":
             scaling = state.scaling
             _warn_if(
                 ~finite & (scaling.loss_scaling <= scaling.min_loss_scaling),
-                f"`{_CALL}` takes no step: the float16 Jacobian overflows at the smallest loss "
-                "scale. Write residuals of order one, or pass `jacobian='bfloat16'`.",
+                "`LevenbergMarquardt` takes no step: the float16 Jacobian overflows at the "
+                "smallest loss scale. Write residuals of order one, or pass `jacobian='bfloat16'`.",
             )
 
-    def _mend(self, choice: Choice) -> str:
+    def _fix(self, choice: Choice) -> str:
         if choice.method == "low_rank":
             return "so few leading directions hardly precondition it. Pass `method='dual'`"
         wider = "float32" if self.jacobian != "float32" else self.forward
-        mend = f"`jacobian={wider!r}`" if wider != self.jacobian else "`forward='float64'`"
-        return f"a {self.jacobian} Jacobian hardly preconditions it any more. Pass {mend}"
+        fix = f"`jacobian={wider!r}`" if wider != self.jacobian else "`forward='float64'`"
+        return f"a {self.jacobian} Jacobian hardly preconditions it any more. Pass {fix}"
 
 
 def _warn_if(condition: Bool[Array, ""], text: str) -> None:

@@ -21,7 +21,7 @@ _BLOCK, _ROWS = 2**21, 16
 
 _EXAMPLES, _WORK = 256, 2**25
 """The smallest number of examples that are evaluated at a time, and that of examples times
-parameters. What is kept of an example is small beside the directions."""
+parameters. What is kept of an example is small compared with the directions."""
 
 
 def examples_at_a_time(parameters: int) -> int:

@@ -87,8 +87,8 @@ class Points(eqx.Module):
             return self._even(key, self.count)
         even_key, noise_key = jax.random.split(key)
         points = self._even(even_key, self.candidates * self.count)
-        found = jax.vmap(self.residual, (None, 0))(model, points)
-        size = jnp.sum(jnp.square(found.reshape(len(points), -1)), axis=1)
+        residuals = jax.vmap(self.residual, (None, 0))(model, points)
+        size = jnp.sum(jnp.square(residuals.reshape(len(points), -1)), axis=1)
         noise = jax.random.gumbel(noise_key, size.shape, size.dtype)
         # The largest sums with Gumbel noise are drawn without replacement, in proportion to `size`.
         weight = jnp.where(jnp.isfinite(size), jnp.log(size) / 2, -jnp.inf) + noise

@@ -15,6 +15,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float
 
+from .._util._calls import named
 from .._util._notes import noting
 from .._util._types import PyTree
 from ..engine import InForward, linearized
@@ -98,15 +99,15 @@ class Residuals(eqx.Module):
         args = (params, static, scaling, batches, weights)
         if not self._half or not traced(args):  # in eager mode there is no program to check
             return self._linearized(*args)
-        return checked(
-            self._linearized,
-            args,
-            CALL,
-            jnp.dtype(self.jacobian),
-            OF_JACOBIANS,
-            least=LEAST_IN_FULL,
-            instead=f"jacobian={self.forward!r}",
-        )
+        with named(CALL):
+            return checked(
+                self._linearized,
+                args,
+                jnp.dtype(self.jacobian),
+                OF_JACOBIANS,
+                least=LEAST_IN_FULL,
+                instead=f"jacobian={self.forward!r}",
+            )
 
     @property
     def _half(self) -> bool:
@@ -220,7 +221,10 @@ class Linearized:
         residuals' own."""
         of = self.residuals
         of = of if jacobian is None else Residuals(of.functions, of.forward, jacobian)
-        rows = lambda block: of.rows(self.params, self.static, self.scaling, *block)
+
+        def rows(block):
+            return of.rows(self.params, self.static, self.scaling, *block)
+
         return rows, of.blocks(self.batches, count)
 
     @property
@@ -248,7 +252,10 @@ def _in_blocks(batch: PyTree, count: int) -> PyTree:
     """Deals the examples of a batch out into `count` blocks. The last example fills them up."""
     length = length_of(batch)
     index = jnp.minimum(jnp.arange(math.ceil(length / count) * count), length - 1)
-    pick = lambda x: x if len(index) == length else x[index]
+
+    def pick(x):
+        return x if len(index) == length else x[index]
+
     return jtu.tree_map(lambda x: dealt(pick(jnp.asarray(x)), count), batch)
 
 
@@ -259,22 +266,23 @@ def _is_product(primitive: Any, *_: Any, **__: Any) -> bool:
 
 def length_of(batch: PyTree) -> int:
     """Returns the number of examples in a batch."""
-    call = f"{CALL}.update"
     arrays = list(map(jnp.asarray, jtu.tree_leaves(batch)))
     if laid_out := [s for x in arrays if any((s := jax.typeof(x).sharding.spec)[:1])]:
         raise ValueError(
-            f"`{call}` needs examples on Auto axes of a mesh, but got some on explicit axes, "
-            f"{laid_out[0]}. Make the mesh by `jax.make_mesh(..., axis_types="
+            f"`{CALL}.update` needs examples on Auto axes of a mesh, but got some on explicit "
+            f"axes, {laid_out[0]}. Make the mesh by `jax.make_mesh(..., axis_types="
             "(jax.sharding.AxisType.Auto,))`, with one for each axis."
         )
     lengths = {x.shape[0] if x.ndim else -1 for x in arrays}
     if len(lengths) != 1 or -1 in lengths:
         raise ValueError(
-            f"`{call}` needs examples stacked along a leading axis of one length, but got arrays "
-            f"with leading axes of {sorted(map(str, lengths))}."
+            f"`{CALL}.update` needs examples stacked along a leading axis of one length, but got "
+            f"arrays with leading axes of {sorted(map(str, lengths))}."
         )
     if lengths == {0}:
-        raise ValueError(f"`{call}` needs at least one example of each residual, but got none.")
+        raise ValueError(
+            f"`{CALL}.update` needs at least one example of each residual, but got none."
+        )
     return lengths.pop()
 
 

@@ -117,7 +117,7 @@ class Search:
     def _tried(self, last: Any) -> tuple[Any, Float[Array, " parameters"]]:
         at = self.at
         damping = last.damping * self.size.astype(at.start.dtype)
-        delta, foretold, iterations = self._step(self.system.factored(damping))
+        delta, predicted, iterations = self._step(self.system.factored(damping))
         # Rounding along the leading directions would move parameters that no residual depends on.
         unused = (self.system.squares == 0) & (self.g == 0)
         delta = jnp.where(unused, 0.0, delta)
@@ -127,7 +127,7 @@ class Search:
         take = moves & jnp.isfinite(new) & (new < self.loss) & jnp.all(jnp.isfinite(delta))
         # A step that is not taken has no decrease, and `loss` may be infinite.
         gained = jnp.where(take, self.loss, 1.0) - jnp.where(take, new, 1.0)
-        ratio = gained / jnp.maximum(foretold, jnp.finfo(at.start.dtype).tiny)
+        ratio = gained / jnp.maximum(predicted, jnp.finfo(at.start.dtype).tiny)
         next_damping, growth = self.rule.after(last, take, moves, ratio)
         one = take.astype(jnp.int32)
         after = dataclasses.replace(
@@ -163,12 +163,12 @@ class Search:
         """Returns the first and the second derivative of the residuals along `v`."""
         plan = make_plan([(0,), (0, 0)], [], (None,))
         _, streams, _ = propagate(self.at.values, self.at.start, plan, [v], [], lambda dtype: {})
-        found = (streams.get(key, jnp.zeros_like(self.r)) for key in plan.asked)
-        along, bent = (x.astype(self.r.dtype) for x in found)
+        derivatives = (streams.get(key, jnp.zeros_like(self.r)) for key in plan.asked)
+        along, bent = (x.astype(self.r.dtype) for x in derivatives)
         return along, bent
 
 
-def in_full(fun: Callable[[], Any]) -> Any:
+def at_highest_precision(fun: Callable[[], Any]) -> Any:
     """Calls `fun` with products at the highest precision and the standard rules of promotion."""
     with (
         jax.default_matmul_precision("highest"),

@@ -19,7 +19,7 @@ from ._levenberg_marquardt import LevenbergMarquardt, LevenbergMarquardtState
 _STUCK = 3
 """The number of draws of points, or of steps with points that stay, without any progress."""
 
-_TOLD = ("step", "seconds", "loss", "damping", "iterations", "taken")
+_HISTORY = ("step", "seconds", "loss", "damping", "iterations", "taken")
 
 
 class Solution(NamedTuple):
@@ -97,7 +97,7 @@ def solve(
     method = optimizer(residuals)
     draw = _Draw(sample, jax.random.key(0) if key is None else key)
     update = eqx.filter_jit(method.update)
-    state, history = method.init(model), {name: [] for name in _TOLD}
+    state, history = method.init(model), {name: [] for name in _HISTORY}
     points: Any = draw(model, 0)
     file = None if checkpoint is None else Path(checkpoint)
     run = model, state, points
@@ -116,9 +116,9 @@ def solve(
             model, state = jax.block_until_ready(update(model, state, points))
             spent += 0.0 if fresh else time.perf_counter() - began  # the first step compiles
             fresh, run, step = False, (model, state, points), step + 1
-            told = step, spent, float(state.loss), float(state.damping)
-            told = *told, int(state.iterations), bool(state.taken)
-            for name, value in zip(_TOLD, told, strict=True):
+            entry = step, spent, float(state.loss), float(state.damping)
+            entry = *entry, int(state.iterations), bool(state.taken)
+            for name, value in zip(_HISTORY, entry, strict=True):
                 history[name].append(value)
             reason = _ended(history, limits, anew=draw.anew)
             if progress:
@@ -172,13 +172,13 @@ def _ended(history: dict[str, list], limits: dict[str, Any], *, anew: bool) -> s
 
 
 def _show(history: dict[str, list], steps: int | None) -> None:
-    step, seconds, loss, damping, iterations, _ = (history[name][-1] for name in _TOLD)
+    step, seconds, loss, damping, iterations, _ = (history[name][-1] for name in _HISTORY)
     bar = ""
     if steps is not None:
         done = min(24, 24 * step // steps)
         bar = f" [{'#' * done}{'.' * (24 - done)}] {steps}"
-    told = f"loss {loss:.2e}, damping {damping:.0e}, {iterations} iterations, {seconds:.0f} s"
-    print(f"\r{step}{bar}  {told}   ", end="", file=sys.stderr, flush=True)
+    text = f"loss {loss:.2e}, damping {damping:.0e}, {iterations} iterations, {seconds:.0f} s"
+    print(f"\r{step}{bar}  {text}   ", end="", file=sys.stderr, flush=True)
 
 
 def _save(file: Path, run: PyTree, history: dict[str, list]) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from .._util._calls import present_call
+from .._util._calls import called, public
 from .._util._types import AxisName, ForwardLike, GradientOptions, PolicyLike, PyTree
 from ..precision._cast import widen
 from ..precision._dtypes import check_integer, is_integer
@@ -22,9 +22,6 @@ from ._options import refuses_argnums
 
 
 _Scaling = TypeVar("_Scaling", bound=AbstractLossScaling | None)
-
-
-_CALL = "filter_accumulated_value_and_grad"
 
 
 def _is_leaf(x: Any) -> bool:
@@ -43,7 +40,7 @@ def _axes_of_leaves(in_axes: PyTree, args: tuple) -> list[int | None]:
         jtu.tree_map(spread, in_axes, args, is_leaf=lambda x: x is None)
     except ValueError as e:
         raise ValueError(
-            f"`{present_call()}` takes `in_axes` as a prefix of the {len(args)} positional "
+            f"`{called()}` takes `in_axes` as a prefix of the {len(args)} positional "
             "arguments after the model: an axis for all, or a tuple with an axis or `None` for "
             f"each. Got {in_axes!r}."
         ) from e
@@ -66,12 +63,12 @@ def _split(x: Array | np.ndarray, axis: Any, micro_batches: int, path: Any) -> A
     shape, size = jnp.shape(x), _entries(x, axis)
     if size is None:
         raise ValueError(
-            f"`{present_call()}` cannot split the array at {jtu.keystr(path)} of the arguments "
+            f"`{called()}` cannot split the array at {jtu.keystr(path)} of the arguments "
             f"after the model along the axis {axis!r} that `in_axes` names: its shape is {shape}."
         )
     if size % micro_batches:
         raise ValueError(
-            f"`{present_call()}` cannot split the array at {jtu.keystr(path)} of the arguments "
+            f"`{called()}` cannot split the array at {jtu.keystr(path)} of the arguments "
             f"after the model into {micro_batches} micro-batches: it has {size} entries along "
             f"axis {axis}. Choose a batch size that is a multiple, or mark what is not a batch by "
             "`None` in `in_axes`."
@@ -119,7 +116,7 @@ def _warn_of_keywords(batched: dict[int, Array], kwargs: dict, micro_batches: in
     names = [name for name, x in leaves.items() if x and all(map(as_long, x))]
     if names:
         warn_user(
-            f"`{_CALL}` passes keyword arguments whole, but {', '.join(map(repr, names))} "
+            f"`{called()}` passes keyword arguments whole, but {', '.join(map(repr, names))} "
             f"{'is' if len(names) == 1 else 'are'} as long as the batch, of which each micro-batch "
             "has one example. Pass the batch by position. If it is meant to be whole, pass it by "
             "position too, with `None` in `in_axes`."
@@ -136,10 +133,10 @@ def _run(
     statics = []
 
     def body(total, batch):
-        found = gradient.evaluate((model, *whole(batch)), kwargs)
-        arrays, static = eqx.partition((found.value, found.aux), eqx.is_array)
-        statics.append((static, found.depends))
-        sums = [found.grads, found.counts]
+        evaluated = gradient.evaluate((model, *whole(batch)), kwargs)
+        arrays, static = eqx.partition((evaluated.value, evaluated.aux), eqx.is_array)
+        statics.append((static, evaluated.depends))
+        sums = [evaluated.grads, evaluated.counts]
         return jtu.tree_map(lambda t, x: t + widen(x), total, sums), arrays
 
     masters = eqx.filter(model, eqx.is_inexact_array)
@@ -152,7 +149,7 @@ def _run(
     # Checked only now, so that errors of the loss itself are raised first.
     if not batched and micro_batches > 1 and jtu.tree_leaves(in_axes):
         raise ValueError(
-            f"`{_CALL}` found no array to split into {micro_batches} micro-batches among the "
+            f"`{called()}` found no array to split into {micro_batches} micro-batches among the "
             f"{len(rest)} positional arguments after the model: each would get all of the batch. "
             "Pass the batch by position, since keyword arguments are passed whole. If that is "
             "meant, say so by `in_axes=None`."
@@ -194,6 +191,7 @@ if TYPE_CHECKING:
     ) -> Callable[..., tuple[tuple[Array, PyTree], _Scaling, Array, PyTree]]: ...
 
 
+@public
 @refuses_argnums
 def filter_accumulated_value_and_grad(
     func: Callable[..., Any],
@@ -247,12 +245,11 @@ def filter_accumulated_value_and_grad(
     value, scaling, grads_finite, grads = value_and_grad(model, x, y)
     ```
     """
-    micro_batches = check_integer(micro_batches, _CALL, "micro_batches")
+    micro_batches = check_integer(micro_batches, "micro_batches")
     # `eqx.Partial` is a PyTree, unlike `functools.partial`: one that is made anew at each step
     # still hits jit's cache.
     run = eqx.Partial(_run, micro_batches=micro_batches, in_axes=in_axes)
     return transformed(
-        _CALL,
         run,
         func,
         scaling,

@@ -17,7 +17,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax import lax
 
-from .._util._calls import named
+from .._util._calls import named, public
 from .._util._repr import table
 from .._util._types import PyTree
 from ..precision._dtypes import half_precision_datatype
@@ -31,11 +31,10 @@ from ._floor import in_float64
 from ._grad import filter_value_and_grad
 from ._gradient import Gradient, check_eager
 from ._initial_scaling import NoScaleError, initial_scaling
-from ._norms import apart
+from ._norms import relative_distance
 from ._options import refuses_argnums
 
 
-_CALL = "advise"
 _FULL = {"use_mixed_precision": False}
 _TOLERANCE = 0.01
 """The largest error of a recommended loss and gradient. The noise between batches is nearly always
@@ -55,7 +54,8 @@ class Advised:
     - `name`: the name of the precision, such as `"forward float32, backward bfloat16"`.
     - `options`: the options that select it in the gradient transformations, in addition to those
         that were given.
-    - `memory`: bytes that the compiled gradient needs beside its arguments, on this machine.
+    - `memory`: bytes that the compiled gradient needs in addition to its arguments, on this
+        machine.
     - `memory_per_example`: the bytes that each example of the batch adds; `None` if the arrays of
         the batch share no axis.
     - `error`: the relative error of the gradient; NaN if the gradient is not finite.
@@ -147,6 +147,7 @@ def _cells(row: Advised) -> tuple[str, ...]:
     return (row.name, *(cells if row.failed is None else ["fails"] * 6))
 
 
+@public
 @refuses_argnums
 def advise(
     func: Callable[..., Any],
@@ -192,20 +193,20 @@ def advise(
     """
     start = DynamicLossScaling() if scaling is None else scaling
     # Checks the arguments.
-    Gradient.of(_CALL, func, start, has_aux=has_aux, keep_full=keep_full, autocast=autocast)
-    given = {"keep_full": keep_full, "autocast": autocast}
-    given = {name: option for name, option in given.items() if option is not False}
+    Gradient.of(func, start, has_aux=has_aux, keep_full=keep_full, autocast=autocast)
+    overrides = {"keep_full": keep_full, "autocast": autocast}
+    overrides = {name: option for name, option in overrides.items() if option is not False}
     parameter = inspect.signature(func).parameters.get("derivatives")
     alone = scaling is None and parameter is not None and parameter.default is parameter.empty
 
     def advice(*args: Any, **kwargs: Any) -> Advice:
-        with named(_CALL):
+        with named("advise"):
             check_eager((args, kwargs))
         kwargs = {"derivatives": None, **kwargs} if alone else kwargs
         with warnings.catch_warnings():
             # The advice says the same, and more.
             warnings.simplefilter("ignore", PrecisionWarning)
-            return _advice((func, start, has_aux), given, args, kwargs, _start(scaling, alone))
+            return _advice((func, start, has_aux), overrides, args, kwargs, _start(scaling, alone))
 
     return advice
 
@@ -218,11 +219,13 @@ def _start(scaling: AbstractLossScaling | None, alone: bool) -> str:
     return "scaling = mpx_pde.DynamicLossScaling()" if scaling is None else ""
 
 
-def _advice(task: tuple, given: dict[str, Any], args: tuple, kwargs: dict, start: str) -> Advice:
+def _advice(
+    task: tuple, overrides: dict[str, Any], args: tuple, kwargs: dict, start: str
+) -> Advice:
     """Tries the precisions on `task`, which is a loss, its scaling, and whether it has auxiliary
-    output. The options `given` apply to half precision throughout. `start` is the line of code that
-    builds the scaling."""
-    _say(f"{_CALL}: compiles and runs the gradient in five precisions", "\n")
+    output. The options `overrides` apply to half precision throughout. `start` is the line of code
+    that builds the scaling."""
+    _say("advise: compiles and runs the gradient in five precisions", "\n")
     wide, reference = None, jnp.zeros((), float).dtype.name
     if reference == "float64":
         positional, keyword = in_float64((args, kwargs))
@@ -231,7 +234,7 @@ def _advice(task: tuple, given: dict[str, Any], args: tuple, kwargs: dict, start
     name = "float64" if "float64" in dtypes else "float32"
     first, wide, width = _measured(name, _FULL, task, args, kwargs, wide)
     rows, trial = [first], (task, args, kwargs, wide)
-    ways = {"forward float32, backward {}": {"forward": "float32"}, "{} throughout": given}
+    ways = {"forward float32, backward {}": {"forward": "float32"}, "{} throughout": overrides}
     for (name, options), half in itertools.product(ways.items(), ("float16", "bfloat16")):
         policy = f"params=float32,compute={half},output=float32"
         rows.append(_advised(name.format(half), {"policy": policy, **options}, *trial))
@@ -246,8 +249,8 @@ def _advice(task: tuple, given: dict[str, Any], args: tuple, kwargs: dict, start
     call_loss = filter_value_and_grad(*task, **_FULL)
     closed_over = arrays_closed_over(eqx.filter_make_jaxpr(call_loss)(*args, **kwargs)[0])
     examples = _examples(args)
-    told = width, reference, examples, tuple(closed_over), on_gpu
-    return Advice(tuple(rows), choice, call, *told)
+    details = width, reference, examples, tuple(closed_over), on_gpu
+    return Advice(tuple(rows), choice, call, *details)
 
 
 def _say(text: str, end: str = "") -> None:
@@ -277,7 +280,7 @@ def _measured(
     **Returns:** the row, the loss and gradient that it was compared with, and the width of the
     largest product.
     """
-    _say(f"{_CALL}: {name}")
+    _say(f"advise: {name}")
     func, scaling, has_aux = task
     if "compute=bfloat16" in options.get("policy", "") and not isinstance(scaling, Scaling):
         scaling = NoOpLossScaling()
@@ -287,20 +290,25 @@ def _measured(
     compiled = gradient.lower(*args, **kwargs).compile()
     memory, each, count = _memory(compiled), None, _examples(args) or 0
     if count > 1:
-        first = lambda x: lax.slice_in_dim(x, 0, count // 2) if eqx.is_array(x) else x
+
+        def first(x):
+            return lax.slice_in_dim(x, 0, count // 2) if eqx.is_array(x) else x
+
         # A loss may accept only the whole batch, such as a grid, or one with targets of its own.
         with contextlib.suppress(Exception):
             less = gradient.lower(args[0], *jtu.tree_map(first, args[1:]), **kwargs).compile()
             each = (memory - _memory(less)) / (count - count // 2)
     report = precision_report(gradient)(*args, **kwargs)
-    found = compiled(*args, **kwargs)
-    wide, grads = found if wide is None else wide, found[1]
+    result = compiled(*args, **kwargs)
+    wide, grads = result if wide is None else wide, result[1]
     pairs = list(zip(jtu.tree_leaves(grads), jtu.tree_leaves(wide[1]), strict=True))
     gone = sum(int(jnp.sum((g == 0) & (w != 0))) for g, w in pairs)
     vanished = gone / max(1, sum(int(jnp.sum(w != 0)) for _, w in pairs))
-    finite = bool(all_finite(found))
-    pairs = zip(found, wide, strict=True)
-    off, error = (float(apart(x, y)) for x, y in pairs) if finite else [float("nan")] * 2
+    finite = bool(all_finite(result))
+    pairs = zip(result, wide, strict=True)
+    off, error = (
+        (float(relative_distance(x, y)) for x, y in pairs) if finite else [float("nan")] * 2
+    )
     numbers = memory, each, error, vanished, finite, report.half_share
     row = Advised(name, options, *numbers, scaling, value_error=off)
     return row, wide, report.width
@@ -322,8 +330,8 @@ def _memory(compiled: Any) -> int:
 
 def _examples(args: tuple) -> int | None:
     """Returns the length of the leading axis that all arrays of the batch share, or `None`."""
-    found = {np.shape(x)[:1] for x in jtu.tree_leaves(args[1:]) if eqx.is_array(x)}
-    [length] = found if len(found) == 1 else [()]
+    lengths = {np.shape(x)[:1] for x in jtu.tree_leaves(args[1:]) if eqx.is_array(x)}
+    [length] = lengths if len(lengths) == 1 else [()]
     return length[0] if length else None
 
 

@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32
 
+from .._util._calls import called, public
 from .._util._repr import in_a_line
 from .._util._types import AxisName, DTypeLike, PyTree
 from .._util._varying import size_of_axis, varying_axes
@@ -58,6 +59,7 @@ def _by_parts(fn: Callable, x: Array) -> Array:
     return lax.complex(real, *imaginary).astype(x.dtype) if imaginary else real
 
 
+@public
 def gather_parameters(
     tree: PyTree, sharding: NamedSharding, *, dtype: DTypeLike | None = None
 ) -> PyTree:
@@ -94,18 +96,17 @@ def gather_parameters(
         return jnp.mean((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2)
     ```
     """
-    call = "gather_parameters"
     if not isinstance(sharding, NamedSharding):
         raise TypeError(
-            f"`{call}` needs a `jax.sharding.NamedSharding` as `sharding`, but got "
+            f"`{called()}` needs a `jax.sharding.NamedSharding` as `sharding`, but got "
             f"{in_a_line(sharding)}."
         )
     if _is_explicit(sharding) and len(set(sharding.mesh.axis_types)) > 1:
         raise ValueError(
-            f"`{call}` needs a mesh whose axes are all explicit or all Auto, but got "
+            f"`{called()}` needs a mesh whose axes are all explicit or all Auto, but got "
             f"{sharding.mesh}. Make it by `jax.make_mesh(..., axis_types=...)` with one type."
         )
-    sent = None if dtype is None else as_half_dtype(dtype, call)
+    sent = None if dtype is None else as_half_dtype(dtype)
 
     def gathered(x, dtype, axes):
         if not eqx.is_inexact_array(x) or x.ndim < axes:
@@ -145,7 +146,7 @@ def _half_means(
     return [_by_parts(mean, x) for x in leaves]
 
 
-def _check_own(tree: PyTree, axis_name: AxisName | None, call: str) -> None:
+def _check_own(tree: PyTree, axis_name: AxisName | None) -> None:
     """Raises a `ValueError` for arrays that are the same on all devices, because JAX has summed
     them already: their mean would be that sum.
     """
@@ -155,14 +156,15 @@ def _check_own(tree: PyTree, axis_name: AxisName | None, call: str) -> None:
         same = sorted(names - varying_axes(x))
         if same:
             raise ValueError(
-                f"`{call}` takes the mean of arrays that differ between devices, but the array at "
-                f"{jtu.keystr(path) or 'the root'} is the same on all of them along {same}. "
+                f"`{called()}` takes the mean of arrays that differ between devices, but the array "
+                f"at {jtu.keystr(path) or 'the root'} is the same on all of them along {same}. "
                 "`jax.shard_map` sums the gradients of such parameters by itself. Mark the "
                 f"parameters by `jax.lax.pcast(params, {axis_name!r}, to='varying')` before they "
                 "are differentiated, or divide what has been summed by the number of devices."
             )
 
 
+@public
 def all_reduce_mean(tree: PyTree, axis_name: AxisName, *, dtype: DTypeLike | None = None) -> PyTree:
     """Takes the mean of gradients over devices, inside `jax.shard_map` or `jax.pmap`.
 
@@ -196,15 +198,14 @@ def all_reduce_mean(tree: PyTree, axis_name: AxisName, *, dtype: DTypeLike | Non
     grads = mpx.all_reduce_mean(grads, "devices", dtype="bfloat16")
     ```
     """
-    call = "all_reduce_mean"
-    devices = size_of_axis(axis_name, call)
+    devices = size_of_axis(axis_name)
     arrays, rest = eqx.partition(tree, eqx.is_inexact_array)
-    _check_own(arrays, axis_name, call)
+    _check_own(arrays, axis_name)
     leaves, structure = jtu.tree_flatten(arrays)
     wide = widen(leaves)
     if dtype is None:
         means = [lax.psum(x, axis_name) / devices for x in wide]
     else:
-        means = _half_means(wide, axis_name, devices, as_half_dtype(dtype, call))
+        means = _half_means(wide, axis_name, devices, as_half_dtype(dtype))
     means = [m.astype(x.dtype) for m, x in zip(means, leaves, strict=True)]
     return eqx.combine(jtu.tree_unflatten(structure, means), rest)

@@ -6,6 +6,7 @@ import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
+from .._util._calls import called, public
 from .._util._repr import in_a_line
 from .._util._types import PyTree
 from ..precision._dtypes import check_integer
@@ -37,6 +38,7 @@ _NO_SCALE = (
 _LOSS, _MINIMUM, _DERIVATIVES = range(len(_REASONS))
 
 
+@public
 def error_if_stuck(
     tree: PyTree, scaling: AbstractLossScaling, *, max_consecutive_skips: int
 ) -> PyTree:
@@ -69,21 +71,20 @@ def error_if_stuck(
     At trace time, `TypeError` for a scaling that does not count steps and for a `tree` without
     arrays, and `ValueError` for a number below 1.
     """
-    call = "error_if_stuck"
-    check_scaling(scaling, call)
+    check_scaling(scaling)
     skips = getattr(scaling, "consecutive_skips", None)
     if skips is None:
         raise TypeError(
-            f"`{call}` needs a scaling that counts skipped steps, but got "
+            f"`{called()}` needs a scaling that counts skipped steps, but got "
             f"{type(scaling).__name__}. `mpx_pde.DynamicLossScaling(1, 1, max_loss_scaling=1)` "
             "counts, and scales nothing."
         )
     if not any(map(eqx.is_array, jtu.tree_leaves(tree))):
         raise TypeError(
-            f"`{call}` needs a `tree` with an array, to which the check is tied and which is used "
-            f"in its place afterwards, such as the scaling itself, but got {in_a_line(tree)}."
+            f"`{called()}` needs a `tree` with an array, to which the check is tied and which is "
+            f"used in its place afterwards, such as the scaling itself, but got {in_a_line(tree)}."
         )
-    limit = check_integer(max_consecutive_skips, call, "max_consecutive_skips")
+    limit = check_integer(max_consecutive_skips, "max_consecutive_skips")
     loss: Any = scaling.loss if isinstance(scaling, Scaling) else scaling
     reasons = [*_REASONS]
     reason = jnp.where(getattr(loss, "at_minimum", False), _MINIMUM, _LOSS)
@@ -96,7 +97,7 @@ def error_if_stuck(
         reason = jnp.where(jnp.any(fixed, axis=-1), of_scaler, reason)
         reasons += [_NO_SCALE.format(repr(name)) for name in scaling.derivatives.names]
     messages = [
-        f"`{call}`: {limit} steps in a row were skipped, the last for {why} {_ADVICE}"
+        f"`{called()}`: {limit} steps in a row were skipped, the last for {why} {_ADVICE}"
         for why in reasons
     ]
     stuck = skips >= limit

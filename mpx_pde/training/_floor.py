@@ -13,7 +13,7 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float
 
-from .._util._calls import named
+from .._util._calls import called, named, public
 from .._util._notes import noting
 from .._util._repr import table
 from .._util._types import ForwardLike, PolicyLike, PyTree
@@ -27,11 +27,10 @@ from ..scaling._loss import AbstractLossScaling
 from ..scaling._marks import collecting
 from ._accumulate import split_batch
 from ._gradient import Gradient, copied
-from ._norms import apart, minus, norm, real_of, share_of, total, wide_of
+from ._norms import minus, norm, real_of, relative_distance, share_of, total, wide_of
 from ._options import refuses_argnums
 
 
-_CALL = "precision_floor"
 _SHOWN = 12
 
 
@@ -101,14 +100,21 @@ class PrecisionFloor(eqx.Module):
     def __str__(self) -> str:
         if isinstance(self.gradient, Tracer):
             return f"PrecisionFloor of {self.precision} against {self.above}, being traced"
-        told = lambda share: "" if share is None else _percent(float(share))
-        rows = [("", "rounding", "noise"), ("loss", told(self.loss), "")]
-        rows += [(f"  {name}", told(x), "") for name, x in self.terms.items()]
+
+        def percent(share):
+            return "" if share is None else _percent(float(share))
+
+        rows = [("", "rounding", "noise"), ("loss", percent(self.loss), "")]
+        rows += [(f"  {name}", percent(x), "") for name, x in self.terms.items()]
         noise = self.noise if self.parameter_noise else None  # one micro-batch shows no noise
-        rows.append(("gradient", told(self.gradient), told(noise)))
+        rows.append(("gradient", percent(self.gradient), percent(noise)))
         worst = sorted(self.parameters, key=lambda path: -float(self.parameters[path]))
         rows += [
-            (f"  {path}", told(self.parameters[path]), told(self.parameter_noise.get(path)))
+            (
+                f"  {path}",
+                percent(self.parameters[path]),
+                percent(self.parameter_noise.get(path)),
+            )
             for path in worst[:_SHOWN]
         ]
         lines = [f"{self.precision} against {self.above}", *table(rows)]
@@ -123,6 +129,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 0.095 else f"{100 * share:.2g} %"
 
 
+@public
 @refuses_argnums
 def precision_floor(
     func: Callable[..., Any],
@@ -140,7 +147,7 @@ def precision_floor(
     tolerance: float = 0.1,
 ) -> Callable[..., PrecisionFloor]:
     """Measures the effect of rounding *now*: errors of the loss, of its derivative terms and of the
-    gradient of each parameter, beside the noise between micro-batches.
+    gradient of each parameter, and the noise between micro-batches.
 
     Early in a training run the residual is large, and any precision will do. As the residual
     vanishes, the rounding of its terms does not, and at some step most of the gradient is rounding.
@@ -179,7 +186,6 @@ def precision_floor(
     divide into the micro-batches, and for a `tolerance` that is not positive.
     """
     gradient = Gradient.of(
-        _CALL,
         func,
         scaling,
         has_aux=has_aux,
@@ -189,14 +195,14 @@ def precision_floor(
         autocast=autocast,
         forward=forward,
     )
-    micro_batches = check_integer(micro_batches, _CALL, "micro_batches")
-    tolerance = check_positive(tolerance, _CALL, "tolerance")
+    micro_batches = check_integer(micro_batches, "micro_batches")
+    tolerance = check_positive(tolerance, "tolerance")
     present = gradient.mode.rung
     above = _above(gradient.mode, against)
 
     @ft.wraps(func, updated=())
     def floor(*args: Any, **kwargs: Any) -> PrecisionFloor:
-        with named(_CALL):
+        with named("precision_floor"):
             gradient.check_called_with(args)
             rungs = present, above
             return _measured(gradient, args, kwargs, rungs, in_axes, micro_batches, tolerance)
@@ -208,12 +214,12 @@ def _above(mode: AbstractMode, against: Any) -> str:
     present = mode.rung
     if against is None:
         against = {"half": "float32", "full": "float64", "float64": "float64"}.get(present, "full")
-    above = check_rung(against, _CALL, "against")
+    above = check_rung(against, "against")
     if RUNGS.index(above) < RUNGS.index(present) or (above == present != "float64"):
         policy = " (the compute dtype of `policy` is no half type)"
         why = policy if mode.scales and present == "full" else ""
         raise ValueError(
-            f"`{_CALL}` compares {present!r}{why} with a precision above it, but got "
+            f"`{called()}` compares {present!r}{why} with a precision above it, but got "
             f"`against={against!r}`. Precisions from below: {', '.join(map(repr, RUNGS))}."
         )
     return above
@@ -244,20 +250,22 @@ def _measured(
     true, true_grads, true_terms = _evaluated(reference, wider(args), wider(kwargs))
     noise, noises = jnp.full((), jnp.nan), {}
     if micro_batches > 1 and batches[0]:
-        note = f"`{_CALL}` splits the positional arguments into micro-batches, and no keyword ones."
+        note = (
+            f"`{called()}` splits the positional arguments into micro-batches, and no keyword ones."
+        )
         with noting(note, TypeError, ValueError) if kwargs else nullcontext():
             spread, means = _noise(gradient, micro_batches, batches, args[0], kwargs, grads)
         noises = _by_path(jtu.tree_map(share_of, spread, means))
         noise = share_of(total(spread), total(means))
     return PrecisionFloor(
-        loss=apart(value, true),
+        loss=relative_distance(value, true),
         terms={
-            name: apart(x, true_terms[name])
+            name: relative_distance(x, true_terms[name])
             for name, x in terms.items()
             if name in true_terms and x.shape == true_terms[name].shape
         },
-        gradient=apart(grads, true_grads),
-        parameters=_by_path(jtu.tree_map(apart, grads, true_grads)),
+        gradient=relative_distance(grads, true_grads),
+        parameters=_by_path(jtu.tree_map(relative_distance, grads, true_grads)),
         noise=noise,
         parameter_noise=noises,
         finite=all_finite((value, true, grads, true_grads)),
@@ -296,8 +304,8 @@ def _evaluated(gradient: Gradient, args: tuple, kwargs: dict) -> tuple[Array, Py
 
 
 def _gradient(gradient: Gradient, args: tuple, kwargs: dict) -> tuple[Array, PyTree]:
-    found = gradient.evaluate(*copied((args, kwargs)))
-    return found.value, gradient.unscale(found.grads)
+    evaluated = gradient.evaluate(*copied((args, kwargs)))
+    return evaluated.value, gradient.unscale(evaluated.grads)
 
 
 def _noise(
@@ -313,15 +321,18 @@ def _noise(
         with gradient.mode.context():
             here = _gradient(gradient, args, kwargs)[1]
         # Sums of differences from the whole batch cancel less than sums of gradients.
-        apart = jtu.tree_map(minus, here, grads)
-        squares = jtu.tree_map(lambda x: norm(x) ** 2, apart)
-        return jtu.tree_map(jnp.add, sums, (apart, squares)), None
+        difference = jtu.tree_map(minus, here, grads)
+        squares = jtu.tree_map(lambda x: norm(x) ** 2, difference)
+        return jtu.tree_map(jnp.add, sums, (difference, squares)), None
 
     zero = jtu.tree_map(lambda g: jnp.zeros_like(g, wide_of(g)), grads)
     none = jtu.tree_map(lambda g: jnp.zeros((), real_of(wide_of(g))), grads)
     (sums, squares), _ = lax.scan(body, (zero, none), batched, length=count)
     mean = jtu.tree_map(lambda s: s / count, sums)
-    variance = lambda q, m: jnp.maximum(q - count * norm(m) ** 2, 0) / (count * (count - 1))
+
+    def variance(q, m):
+        return jnp.maximum(q - count * norm(m) ** 2, 0) / (count * (count - 1))
+
     spread = jtu.tree_map(lambda q, m: jnp.sqrt(variance(q, m)), squares, mean)
     return spread, jtu.tree_map(lambda g, m: norm(g.astype(m.dtype) + m), grads, mean)
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array
 
+from .._util._calls import public
 from .._util._types import AxisName, ForwardLike, GradientOptions, PolicyLike, PyTree
 from .._util._varying import mark_varying, varying_axes
 from ..scaling._loss import AbstractLossScaling
@@ -20,11 +21,11 @@ _Scaling = TypeVar("_Scaling", bound=AbstractLossScaling | None)
 
 
 def _value_and_grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
-    found = gradient.evaluate(args, kwargs)
-    out = found.value
+    evaluated = gradient.evaluate(args, kwargs)
+    out = evaluated.value
     if gradient.has_aux:
-        out = out, gradient.mode.output(found.aux)
-    return out, *gradient.finish(args[0], found)
+        out = out, gradient.mode.output(evaluated.aux)
+    return out, *gradient.finish(args[0], evaluated)
 
 
 def _grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     ) -> Callable[..., tuple[tuple[Array, PyTree], _Scaling, Array, PyTree]]: ...
 
 
+@public
 @refuses_argnums
 def filter_value_and_grad(
     func: Callable[..., Any],
@@ -169,7 +171,6 @@ def filter_value_and_grad(
     return orders follow MPX (Gräfe & Trimpe, 2025).
     """
     return transformed(
-        "filter_value_and_grad",
         _value_and_grad,
         func,
         scaling,
@@ -204,6 +205,7 @@ if TYPE_CHECKING:
     ) -> Callable[..., tuple[_Scaling, Array, PyTree, PyTree]]: ...
 
 
+@public
 @refuses_argnums
 def filter_grad(
     func: Callable[..., Any],
@@ -233,7 +235,6 @@ def filter_grad(
     **Raises:** as [`mpx_pde.filter_value_and_grad`][].
     """
     return transformed(
-        "filter_grad",
         _grad,
         func,
         scaling,
@@ -268,6 +269,7 @@ if TYPE_CHECKING:
     ) -> Callable[..., tuple[tuple[Array, PyTree], PyTree]]: ...
 
 
+@public
 @refuses_argnums
 def calculate_scaled_grad(
     func: Callable[..., Any],
@@ -301,7 +303,6 @@ def calculate_scaled_grad(
     **Raises:** as [`mpx_pde.filter_value_and_grad`][].
     """
     return transformed(
-        "calculate_scaled_grad",
         _scaled_grad,
         func,
         scaling,
@@ -314,6 +315,7 @@ def calculate_scaled_grad(
     )
 
 
+@public
 @refuses_argnums
 def line_search_value(
     func: Callable[..., Any],
@@ -357,7 +359,6 @@ def line_search_value(
     **Raises:** as [`mpx_pde.filter_value_and_grad`][].
     """
     run = transformed(
-        "line_search_value",
         _value_and_grad,
         func,
         scaling,
@@ -388,7 +389,10 @@ def line_search_value(
             # Where the value differs between devices, each device has its own gradient. The
             # transpose of the mark sums these, after the cotangent has multiplied them.
             axes = varying_axes(jax.eval_shape(lambda: run(model, *args, **kwargs)[0]))
-            mark = lambda x: mark_varying(x, axes) if eqx.is_inexact_array(x) else x
+
+            def mark(x):
+                return mark_varying(x, axes) if eqx.is_inexact_array(x) else x
+
             model = jtu.tree_map(mark, model)
         return value(model, args, kwargs)
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Inexact
 
-from .._util._calls import named, present_call
+from .._util._calls import called, named
 from .._util._notes import noting_the_model, noting_the_trace
 from .._util._repr import in_a_line
 from .._util._types import AxisName, PyTree
@@ -44,20 +44,19 @@ def _check_loss(value: Any, has_aux: bool) -> Inexact[Array, ""]:
     """Returns the loss as an array; raises a `TypeError` unless it is a real floating-point
     scalar.
     """
-    call = present_call()
     hint = " Return the mean or the sum of the residuals."
     if isinstance(value, tuple) and not has_aux:
         hint = " If it returns `(loss, aux)`, pass `has_aux=True`."
     if not isinstance(value, jax.Array | np.ndarray | np.generic | float):
         raise TypeError(
-            f"`{call}` needs a function that returns a scalar loss, but it returned "
+            f"`{called()}` needs a function that returns a scalar loss, but it returned "
             f"{type(value).__name__}.{hint}"
         )
     out = jnp.asarray(value)
     if out.shape != () or not jnp.issubdtype(out.dtype, jnp.floating):
         raise TypeError(
-            f"`{call}` needs a function that returns a real floating-point scalar, but it returned "
-            f"dtype {out.dtype.name} and shape {out.shape}.{hint}"
+            f"`{called()}` needs a function that returns a real floating-point scalar, but it "
+            f"returned dtype {out.dtype.name} and shape {out.shape}.{hint}"
         )
     return out
 
@@ -157,7 +156,7 @@ def check_eager(tree: PyTree) -> None:
     """Raises a `TypeError` if any leaf of `tree` is a tracer."""
     if traced(tree):
         raise TypeError(
-            f"`{present_call()}` evaluates the gradient and looks at it, so it cannot be called "
+            f"`{called()}` evaluates the gradient and looks at it, so it cannot be called "
             "inside of `jax.jit`, `jax.grad`, `jax.vmap` or `jax.shard_map`. Call it before the "
             "first step, with arrays."
         )
@@ -182,7 +181,6 @@ class Gradient(eqx.Module):
     @classmethod
     def of(
         cls,
-        call: str,
         func: Any,
         scaling: Any,
         *,
@@ -190,28 +188,26 @@ class Gradient(eqx.Module):
         axis_name: AxisName | None = None,
         **options: Any,
     ) -> "Gradient":
-        """Builds the `Gradient` of a loss function for the public function `call`, after checking
-        its arguments. `options` are those of [`mode_of`][]."""
+        """Builds the `Gradient` of a loss function for the called function, after checking its
+        arguments. `options` are those of [`mode_of`][]."""
         aux = (
             "whether the function returns `(loss, aux)` (model and batch are for what it returns: "
-            f"`{call}(loss, ...)(model, batch)`)"
+            f"`{called()}(loss, ...)(model, batch)`)"
         )
-        has_aux = check_bool(has_aux, call, "has_aux", aux)
-        with named(call):
-            mode = mode_of(**options)
+        has_aux = check_bool(has_aux, "has_aux", aux)
+        mode = mode_of(**options)
         if not callable(func):
-            raise TypeError(f"`{call}` takes a loss function first, but got {in_a_line(func)}.")
+            raise TypeError(f"`{called()}` takes a loss function first, but got {in_a_line(func)}.")
         if isinstance(func, Transformed):
             raise TypeError(
-                f"`{call}` takes the loss itself, but got a gradient of it: "
-                f"`{func.gradient.call}(loss)`. Write `{call}(loss, ...)(model, batch)`."
+                f"`{called()}` takes the loss itself, but got a gradient of it: "
+                f"`{func.gradient.call}(loss)`. Write `{called()}(loss, ...)(model, batch)`."
             )
         if mode.scales or scaling is not None:
-            check_scaling(scaling, call)
+            check_scaling(scaling)
         if isinstance(scaling, Scaling):
-            with named(call):
-                check_takes_derivatives(func)
-        return cls(func, scaling, mode, call, has_aux, axis_name)
+            check_takes_derivatives(func)
+        return cls(func, scaling, mode, called(), has_aux, axis_name)
 
     def check_called_with(self, args: tuple) -> None:
         """Raises a `TypeError` if the function was called without a model, or with a model without
@@ -219,12 +215,12 @@ class Gradient(eqx.Module):
         """
         if not args:
             raise TypeError(
-                f"`{self.call}` differentiates with respect to the first positional argument, but "
+                f"`{called()}` differentiates with respect to the first positional argument, but "
                 "the function was called without one. Pass the model first."
             )
         if not any(map(eqx.is_inexact_array, jtu.tree_leaves(args[0]))):
             raise TypeError(
-                f"`{self.call}` differentiates with respect to the floating-point arrays of the "
+                f"`{called()}` differentiates with respect to the floating-point arrays of the "
                 f"first positional argument, but {in_a_line(args[0])} has none. Pass the model "
                 "first, with its parameters as arrays: numbers of Python and integers do not count."
             )
@@ -243,7 +239,7 @@ class Gradient(eqx.Module):
         for name, (x, axes) in scales.items():
             if np.ndim(x) > axes:
                 raise ValueError(
-                    f"`{self.call}` takes the scaling of one model, but got a "
+                    f"`{called()}` takes the scaling of one model, but got a "
                     f"{type(scaling).__name__} whose `{name}` has shape {jnp.shape(x)}, as a step "
                     "under `jax.vmap` returns it for all members. Map this call over the scaling "
                     "too, or take that of a member: `jax.tree.map(lambda x: x[0], scaling)`."
@@ -262,7 +258,7 @@ class Gradient(eqx.Module):
             return kwargs
         if "derivatives" in kwargs:
             raise TypeError(
-                f"`{self.call}` with a `Scaling` passes `derivatives` to the function "
+                f"`{called()}` with a `Scaling` passes `derivatives` to the function "
                 "itself. Do not pass it by hand."
             )
         return {**kwargs, "derivatives": derivatives}
@@ -277,7 +273,7 @@ class Gradient(eqx.Module):
             out = func(*args, **self.with_derivatives(kwargs, derivatives))
         if unscaled and self.derivatives is None and mode.in_half:
             warn_of_unscaled(*unscaled.popitem())
-        out, aux = split_aux(out, self.call) if self.has_aux else (out, None)
+        out, aux = split_aux(out) if self.has_aux else (out, None)
         value = _check_loss(out, self.has_aux)
         return widen(value) if mode.scales else value, aux
 
@@ -285,7 +281,7 @@ class Gradient(eqx.Module):
         """Evaluates the loss and its gradients with respect to `args[0]`."""
         mode = self.mode
         if mode.scales and self.axis_name is not None:
-            size_of_axis(self.axis_name, self.call)
+            size_of_axis(self.axis_name)
         depends: list[bool] = []
 
         def loss(differentiated, others, kwargs):
@@ -313,18 +309,18 @@ class Gradient(eqx.Module):
         """Unscales gradients by the scale of this step."""
         return self.scaling.unscale(grads) if self.mode.scales else grads
 
-    def finish(self, model: PyTree, found: Evaluated) -> tuple:
+    def finish(self, model: PyTree, evaluated: Evaluated) -> tuple:
         """Unscales the gradients and brings the scaling up to date."""
         masters = eqx.filter(model, eqx.is_inexact_array)
         # A NumPy master may have a dtype that is wider than those of JAX.
         like = lambda g, m: g.astype(jax.dtypes.canonicalize_dtype(m.dtype))
-        grads = jtu.tree_map(like, self.unscale(found.grads), masters)
+        grads = jtu.tree_map(like, self.unscale(evaluated.grads), masters)
         if not self.mode.scales:
             return self.scaling, jnp.array(True), grads
-        finite, vanished = self._checked(found, grads)
+        finite, vanished = self._checked(evaluated, grads)
         usable, seen = finite, ()
-        if found.counts is not None:
-            seen = (sum_counts(found.counts, self.axis_name),)
+        if evaluated.counts is not None:
+            seen = (sum_counts(evaluated.counts, self.axis_name),)
             # Gradients can be finite although a derivative overflowed, if the loss masks it.
             usable = finite & self.derivatives.finite(*seen)
         with forward_in(self.mode.forward):  # the cap of the scale depends on it
@@ -332,25 +328,25 @@ class Gradient(eqx.Module):
         adjusted = _descended(self.scaling, adjusted)
         return _with_vanished(adjusted, vanished & usable), usable, grads
 
-    def _checked(self, found: Evaluated, grads: PyTree) -> tuple[Array, Array]:
+    def _checked(self, evaluated: Evaluated, grads: PyTree) -> tuple[Array, Array]:
         """Returns whether the loss and its gradients are finite, and whether the gradients are zero
         although the loss depends on the parameters and is not zero, as it is where it converged or
         is masked. With an `axis_name`, all devices are looked at.
         """
-        finite = all_finite(grads) & jnp.isfinite(found.value)
-        zero, some = all_zero(grads), found.value != 0
+        finite = all_finite(grads) & jnp.isfinite(evaluated.value)
+        zero, some = all_zero(grads), evaluated.value != 0
         if self.axis_name is not None:
             flags = jnp.stack([~finite, ~zero, some]).astype(jnp.int32)
-            told = lax.psum(flags, self.axis_name) > 0
-            finite, zero, some = ~told[0], ~told[1], told[2]
-        return finite, zero & some & (self.mode.in_half and found.depends)
+            reduced = lax.psum(flags, self.axis_name) > 0
+            finite, zero, some = ~reduced[0], ~reduced[1], reduced[2]
+        return finite, zero & some & (self.mode.in_half and evaluated.depends)
 
 
-def transformed(call: str, run: Callable, func: Any, scaling: Any, **options: Any) -> Callable:
-    """Builds the function that the public transformation `call` returns. `run` is passed to
+def transformed(run: Callable, func: Any, scaling: Any, **options: Any) -> Callable:
+    """Builds the function that the called transformation returns. `run` is passed to
     [`Transformed`][], and `options` are those of [`Gradient.of`][].
     """
-    return eqx.module_update_wrapper(Transformed(Gradient.of(call, func, scaling, **options), run))
+    return eqx.module_update_wrapper(Transformed(Gradient.of(func, scaling, **options), run))
 
 
 class Transformed(eqx.Module):

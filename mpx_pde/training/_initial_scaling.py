@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Bool
 
+from .._util._calls import called, public
 from .._util._types import ForwardLike, PolicyLike, PyTree
 from ..modes._choice import mode_at
 from ..precision._dtypes import LARGEST_SCALE
@@ -24,8 +25,6 @@ from ._gradient import Gradient, check_eager, copied, transformed
 from ._norms import minus, norm
 from ._options import refuses_argnums
 
-
-_CALL = "initial_scaling"
 
 _ROUNDING = 2.0**-12
 """Half of float16's unit roundoff. A smaller change of a gradient does not count as underflow."""
@@ -47,6 +46,7 @@ _IN_FLOAT32 = (
 )
 
 
+@public
 @refuses_argnums
 def initial_scaling(
     func: Callable[..., Any],
@@ -98,7 +98,6 @@ def initial_scaling(
     gradient is finite at no scale, or the error of `equinox.error_if` that no scale prevents.
     """
     return transformed(
-        _CALL,
         _run,
         func,
         scaling,
@@ -115,10 +114,10 @@ class NoScaleError(ValueError):
     """Raised when no scale makes a gradient finite."""
 
 
-class _Evaluated(NamedTuple):
+class _Evaluated(eqx.Module):
     """The gradient at one scaling, and whether it is finite."""
 
-    mendable: Bool[Array, ""]
+    fixable: Bool[Array, ""]
     """True if other scales may help when the gradient is not finite. No loss scale makes the loss
     itself finite, because it is computed before it is scaled."""
     adjusted: Any
@@ -128,26 +127,29 @@ class _Evaluated(NamedTuple):
 
 @eqx.filter_jit
 def _evaluate(gradient: Gradient, args: tuple, kwargs: dict) -> _Evaluated:
-    found = gradient.evaluate(args, kwargs)
+    evaluated = gradient.evaluate(args, kwargs)
     # These are no steps: a gradient that vanishes at some scale is not counted.
-    adjusted, finite, grads = gradient.finish(args[0], found._replace(depends=False))
-    mendable = jnp.isfinite(found.value)
-    if found.counts is not None:
-        mendable = mendable | ~gradient.derivatives.finite(found.counts)
-    return _Evaluated(mendable, adjusted, finite, grads)
+    adjusted, finite, grads = gradient.finish(args[0], evaluated._replace(depends=False))
+    fixable = jnp.isfinite(evaluated.value)
+    if evaluated.counts is not None:
+        fixable = fixable | ~gradient.derivatives.finite(evaluated.counts)
+    return _Evaluated(fixable, adjusted, finite, grads)
 
 
 @eqx.filter_jit
-def _apart(grads: PyTree, others: PyTree, share: float = _ROUNDING) -> Bool[Array, ""]:
+def _differ(grads: PyTree, others: PyTree, share: float = _ROUNDING) -> Bool[Array, ""]:
     """Returns whether the gradients of any parameter differ by more than `share`, relative to the
     larger one. By default that is more than rounding could explain.
     """
-    differ = lambda g, h: norm(minus(g, h)) > share * jnp.maximum(norm(g), norm(h))
+
+    def differ(g, h):
+        return norm(minus(g, h)) > share * jnp.maximum(norm(g), norm(h))
+
     return jnp.any(jnp.stack(jtu.tree_leaves(jtu.tree_map(differ, grads, others))))
 
 
 def _is_zero(grads: PyTree) -> bool:
-    return not _apart(grads, jtu.tree_map(jnp.zeros_like, grads))
+    return not _differ(grads, jtu.tree_map(jnp.zeros_like, grads))
 
 
 def _zeros(grads: PyTree) -> dict[str, bool]:
@@ -157,7 +159,7 @@ def _zeros(grads: PyTree) -> dict[str, bool]:
 
 def _vanished(grads: PyTree, gradient: Gradient, args: tuple, kwargs: dict) -> list[str]:
     """Returns the paths of the parameters whose gradient is zero in `grads`, but not without
-    halves, as far as that can be told."""
+    halves, as far as that is known."""
     zero = [path for path, is_zero in _zeros(grads).items() if is_zero]
     if not zero:
         return []
@@ -194,22 +196,22 @@ def _run(gradient: Gradient, args: tuple, kwargs: dict) -> Any:
 
     cap = default_cap(mode.forward, mode.dtype)
     try:
-        exponents, found = _found(start, evaluate, cap)
+        exponents, evaluated = _search(start, evaluate, cap)
     except NoScaleError as error:
         raise (raised[-1] if raised else error) from None
-    if vanished := _vanished(found.grads, gradient, args, kwargs):
-        of = "" if len(vanished) == len(_zeros(found.grads)) else f" for {', '.join(vanished)}"
+    if vanished := _vanished(evaluated.grads, gradient, args, kwargs):
+        of = "" if len(vanished) == len(_zeros(evaluated.grads)) else f" for {', '.join(vanished)}"
         warn_user(
-            f"`{_CALL}` finds a gradient that is zero{of} at every scale, but not in float32. In "
-            "float16 a number below 2^-24 is zero, even one that is written in the code, and so is "
-            "the derivative of what overflows and divides. `mpx_pde.explain_nonfinite` of the "
+            f"`{called()}` finds a gradient that is zero{of} at every scale, but not in float32. "
+            "In float16 a number below 2^-24 is zero, even one that is written in the code, and so "
+            "is the derivative of what overflows and divides. `mpx_pde.explain_nonfinite` of the "
             f"gradient names the line. {_IN_FLOAT32}, pass `autocast=True`, or make the loss "
             "larger."
         )
     return _with_exponents(start, exponents)
 
 
-def _found(
+def _search(
     start: Any, evaluate: Callable[[np.ndarray], _Evaluated], cap: float
 ) -> tuple[np.ndarray, _Evaluated]:
     """Returns the exponents to start with, and the gradient there or at a larger scale. The
@@ -217,37 +219,37 @@ def _found(
     scales = _scales(start, cap)
     loss = start.loss if isinstance(start, Scaling) else start
     of_loss = np.arange(len(scales)) < isinstance(loss, DynamicLossScaling)
-    exponents, found = _in_range(_exponents(start), evaluate, of_loss)
+    exponents, evaluated = _in_range(_exponents(start), evaluate, of_loss)
     for i, scale in enumerate(scales):
         step = scale.step * np.eye(len(scales), dtype=int)[i]
-        before, start_of = (exponents, found), exponents[i]
-        exponents, found, overflows = _raised(
-            exponents, found, evaluate, i, scale.step, scale.highest
+        before, start_of = (exponents, evaluated), exponents[i]
+        exponents, evaluated, overflows = _raised(
+            exponents, evaluated, evaluate, i, scale.step, scale.highest
         )
-        if _is_zero(found.grads):
+        if _is_zero(evaluated.grads):
             # A zero gradient, such as that of a loss that has no weight yet, asks for no scale.
-            exponents, found = before
+            exponents, evaluated = before
             continue
-        largest = found
+        largest = evaluated
         # A loss scale is set as large as possible, a derivative scale as near as possible to where
         # it was. A margin is left, as derivatives and gradients of the next batch may be larger.
         lowest = exponents[i] if of_loss[i] else start_of
         lowest = min(lowest, exponents[i] - scale.margin) if overflows else lowest
         while exponents[i] - scale.step >= max(lowest, scale.lowest):
             other = evaluate(exponents - step)
-            if not other.finite or _apart(largest.grads, other.grads):
+            if not other.finite or _differ(largest.grads, other.grads):
                 break
-            exponents, found = exponents - step, other
+            exponents, evaluated = exponents - step, other
     if isinstance(start, Scaling):
-        _warn_of_starved(found.adjusted.derivatives)
+        _warn_of_starved(evaluated.adjusted.derivatives)
     if any(of_loss) and exponents[0] + scales[0].step > scales[0].highest:
-        found = _beyond(exponents, found, evaluate)
-    return exponents, found
+        evaluated = _beyond(exponents, evaluated, evaluate)
+    return exponents, evaluated
 
 
 def _raised(
     exponents: np.ndarray,
-    found: _Evaluated,
+    evaluated: _Evaluated,
     evaluate: Callable[[np.ndarray], _Evaluated],
     i: int,
     step: int,
@@ -260,31 +262,29 @@ def _raised(
         raised = exponents + step * np.eye(len(exponents), dtype=int)[i]
         other = evaluate(raised)
         if not other.finite or np.any(_exponents(other.adjusted) < raised):
-            return exponents, found, True
-        exponents, found = raised, other
-    return exponents, found, False
+            return exponents, evaluated, True
+        exponents, evaluated = raised, other
+    return exponents, evaluated, False
 
 
 def _beyond(
-    exponents: np.ndarray, found: _Evaluated, evaluate: Callable[[np.ndarray], _Evaluated]
+    exponents: np.ndarray, evaluated: _Evaluated, evaluate: Callable[[np.ndarray], _Evaluated]
 ) -> _Evaluated:
     """Returns the gradient at the largest loss scale that does not overflow. Issues a warning if a
     part of that gradient underflows at the highest scale that is allowed."""
     highest = round(math.log2(LARGEST_SCALE))
-    beyond, largest, _ = _raised(exponents, found, evaluate, 0, _BEYOND, highest)
+    beyond, largest, _ = _raised(exponents, evaluated, evaluate, 0, _BEYOND, highest)
     other, share = largest, _LOST
-    mend = (
-        f"Let the scale grow by `max_loss_scaling=2**{beyond[0]}` in `mpx_pde.DynamicLossScaling`"
-    )
+    fix = f"Let the scale grow by `max_loss_scaling=2**{beyond[0]}` in `mpx_pde.DynamicLossScaling`"
     if beyond[0] == exponents[0]:
         # A larger scale overflows, so compare with a smaller one: the loss by underflow is
         # inversely proportional to the scale.
         other = evaluate(exponents - _BEYOND * (np.arange(len(exponents)) == 0))
-        share, mend = 2**_BEYOND * _LOST, _IN_FLOAT32
-    if other.finite and _apart(found.grads, other.grads, share):
+        share, fix = 2**_BEYOND * _LOST, _IN_FLOAT32
+    if other.finite and _differ(evaluated.grads, other.grads, share):
         warn_user(
-            f"`{_CALL}` ends at the highest loss scale, 2^{exponents[0]}, at which a part of the "
-            f"gradient of this batch underflows. {mend}, or make the loss larger."
+            f"`{called()}` ends at the highest loss scale, 2^{exponents[0]}, at which a part of "
+            f"the gradient of this batch underflows. {fix}, or make the loss larger."
         )
     return largest
 
@@ -292,12 +292,12 @@ def _beyond(
 def _warn_of_starved(derivatives: DerivativeScaling) -> None:
     """Issues a warning if a derivative nearly vanishes while another one with the same scale is in
     range."""
-    told = telemetry(derivatives)
+    seen = telemetry(derivatives)
     starved: dict[str, set[int]] = {}  # the scalers of each such derivative
     fed: set[int] = set()  # the scalers of all others
-    for (name, counts), row in zip(told["counts"].items(), derivatives.strategy.rows, strict=True):
+    for (name, counts), row in zip(seen["counts"].items(), derivatives.strategy.rows, strict=True):
         total = counts.sum()
-        carried = told["exponents"][name] + told["shift"][name]
+        carried = seen["exponents"][name] + seen["shift"][name]
         scalers = set(dict(row.weights))
         if counts[carried < SMALLEST_NORMAL].sum() > _STARVED * total:
             starved[name] = scalers
@@ -306,10 +306,10 @@ def _warn_of_starved(derivatives: DerivativeScaling) -> None:
     lost = [name for name, scalers in starved.items() if scalers & fed]
     if lost:
         warn_user(
-            f"`{_CALL}` ends at derivative scales at which {', '.join(map(repr, lost))} is nearly "
-            "all below float16's range, because it shares its scale with a far larger derivative. "
-            "Give each its own, by `per_direction`, `per_term` or `special`, or measure "
-            "coordinates in other units."
+            f"`{called()}` ends at derivative scales at which {', '.join(map(repr, lost))} is "
+            "nearly all below float16's range, because it shares its scale with a far larger "
+            "derivative. Give each its own, by `per_direction`, `per_term` or `special`, or "
+            "measure coordinates in other units."
         )
 
 
@@ -319,28 +319,29 @@ def _in_range(
     """Finds exponents at which the gradient is finite, by the same rules that adjust scales from
     step to step. Returns these exponents and the gradient there.
     """
-    tried, taken, mendable = set(), None, True
+    tried, taken, fixable = set(), None, True
     while tuple(exponents) not in tried:
         tried.add(tuple(exponents))
-        found = evaluate(exponents)
-        following = _exponents(found.adjusted)
-        if found.finite:
+        evaluated = evaluate(exponents)
+        following = _exponents(evaluated.adjusted)
+        if evaluated.finite:
             # Derivatives may still vanish: then their scales rise.
-            taken, following = (exponents, found), np.where(of_loss, exponents, following)
-        elif not (mendable := bool(found.mendable)):
+            taken, following = (exponents, evaluated), np.where(of_loss, exponents, following)
+        elif not (fixable := bool(evaluated.fixable)):
             break
         exponents = following
     if taken is None:
-        why = "" if mendable else " The loss itself is not finite, before it is scaled."
+        why = "" if fixable else " The loss itself is not finite, before it is scaled."
         raise NoScaleError(
-            f"`{_CALL}` found no scale at which the gradient of this batch is finite.{why} Look "
+            f"`{called()}` found no scale at which the gradient of this batch is finite.{why} Look "
             "where it overflows with `mpx_pde.explain_nonfinite`, and whether it is finite in "
             "float32, with `use_mixed_precision=False`."
         )
     return taken
 
 
-class _Scale(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Scale:
     """A scale that may change, and its bounds, as exponents of two."""
 
     exponent: int

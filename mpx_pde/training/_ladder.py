@@ -7,15 +7,13 @@ from typing import Any
 import equinox as eqx
 from jax.core import Tracer
 
+from .._util._calls import called, public
 from .._util._repr import in_a_line
 from ..precision._dtypes import check_integer, check_positive, is_integer
 from ..precision._forward import RUNGS, check_rung, options_of
 from ..precision._tree import with_fields
 from ..scaling._loss import AbstractLossScaling
 from ._floor import PrecisionFloor, precision_floor
-
-
-_CALL = "PrecisionLadder"
 
 
 class PrecisionLadder(eqx.Module):
@@ -58,6 +56,7 @@ class PrecisionLadder(eqx.Module):
     interval: int = eqx.field(static=True)
     say: Callable[[str], Any] | None = eqx.field(static=True)
 
+    @public
     def __init__(
         self,
         rungs: Sequence[str] = ("half", "float32"),
@@ -84,21 +83,21 @@ class PrecisionLadder(eqx.Module):
         """
         if isinstance(rungs, str) or not isinstance(rungs, Sequence) or not rungs:
             raise ValueError(
-                f"`{_CALL}` takes its rungs as a tuple of names, such as ('half', 'float32'), but "
-                f"got {in_a_line(rungs)}."
+                f"`{called()}` takes its rungs as a tuple of names, such as ('half', 'float32'), "
+                f"but got {in_a_line(rungs)}."
             )
-        rungs = tuple(check_rung(rung, _CALL, "rungs") for rung in rungs)
+        rungs = tuple(check_rung(rung, "rungs") for rung in rungs)
         for low, high in pairwise(rungs):
             if RUNGS.index(high) <= RUNGS.index(low):
                 raise ValueError(
-                    f"`{_CALL}` climbs, but {high!r}, which follows {low!r}, is not above it. In "
-                    f"ascending order: {tuple(sorted(set(rungs), key=RUNGS.index))}."
+                    f"`{called()}` climbs, but {high!r}, which follows {low!r}, is not above it. "
+                    f"In ascending order: {tuple(sorted(set(rungs), key=RUNGS.index))}."
                 )
-        tolerance = check_positive(tolerance, _CALL, "tolerance")
-        interval = check_integer(interval, _CALL, "interval")
+        tolerance = check_positive(tolerance, "tolerance")
+        interval = check_integer(interval, "interval")
         if say is not None and not callable(say):
             raise TypeError(
-                f"`{_CALL}` takes a function of a line of text as `say`, such as `print`, or "
+                f"`{called()}` takes a function of a line of text as `say`, such as `print`, or "
                 f"`None` for silence, but got {in_a_line(say)}."
             )
         self.index = 0
@@ -110,14 +109,14 @@ class PrecisionLadder(eqx.Module):
         """Returns the name of the present rung."""
         if not is_integer(self.index):
             raise TypeError(
-                f"`{_CALL}` decides which program is compiled, so its rung cannot be a value of "
-                "that program. Compile with `equinox.filter_jit`, or pass `ladder.rung` as a "
-                "static argument."
+                "`PrecisionLadder` decides which program is compiled, so its rung cannot be a "
+                "value of that program. Compile with `equinox.filter_jit`, or pass `ladder.rung` "
+                "as a static argument."
             )
         if self.index not in range(len(self.rungs)):
             raise ValueError(
-                f"`{_CALL}` is on rung {self.index}, but has only {', '.join(self.rungs)}: it was "
-                "restored from a ladder with more. Build it with the same `rungs`."
+                f"`PrecisionLadder` is on rung {self.index}, but has only {', '.join(self.rungs)}: "
+                "it was restored from a ladder with more. Build it with the same `rungs`."
             )
         return self.rungs[self.index]
 
@@ -146,14 +145,15 @@ class PrecisionLadder(eqx.Module):
         of_the_rung = sorted({"forward", "use_mixed_precision"} & options.keys())
         if of_the_rung:
             raise ValueError(
-                f"`{_CALL}` measures the precision of its rung, {self.rung!r}, but got "
+                f"`PrecisionLadder` measures the precision of its rung, {self.rung!r}, but got "
                 f"{' and '.join(f'`{name}={options[name]!r}`' for name in of_the_rung)}. Leave it "
                 "out, and pass `**ladder.options` to the gradient transformation of the step."
             )
         above = {} if self.at_top else {"against": self.rungs[self.index + 1]}
-        given = {"tolerance": self.tolerance, **above, **self.options, **options}
-        return precision_floor(func, scaling, has_aux, **given)
+        chosen = {"tolerance": self.tolerance, **above, **self.options, **options}
+        return precision_floor(func, scaling, has_aux, **chosen)
 
+    @public
     def update(
         self,
         step: int,
@@ -186,15 +186,15 @@ class PrecisionLadder(eqx.Module):
         """
         if not is_integer(step):
             raise TypeError(
-                f"`{_CALL}.update` takes the number of the step as a Python integer, but got "
+                f"`{called()}` takes the number of the step as a Python integer, but got "
                 f"{in_a_line(step)}."
             )
         if self.at_top or step % self.interval:
             return lambda *args, **kwargs: self
         # One micro-batch, since the noise is not needed here.
-        given = {name: x for name, x in options.items() if name != "axis_name"}
+        chosen = {name: x for name, x in options.items() if name != "axis_name"}
         # Built at the first step too, so that wrong options raise before the training has run.
-        measure = self.floor(func, scaling, has_aux, **{"micro_batches": 1, **given})
+        measure = self.floor(func, scaling, has_aux, **{"micro_batches": 1, **chosen})
 
         def updated(*args: Any, **kwargs: Any) -> PrecisionLadder:
             if step == 0:
@@ -202,8 +202,8 @@ class PrecisionLadder(eqx.Module):
             floor = measure(*args, **kwargs)
             if isinstance(floor.finite, Tracer):
                 raise TypeError(
-                    f"`{_CALL}.update` decides by the values of the floor, so it cannot be called "
-                    "inside of `jax.jit`. Call it between the steps, with arrays."
+                    "`PrecisionLadder.update` decides by the values of the floor, so it cannot be "
+                    "called inside of `jax.jit`. Call it between the steps, with arrays."
                 )
             if not floor.reached:
                 return self

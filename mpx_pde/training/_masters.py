@@ -6,7 +6,8 @@ which are implemented here. Stochastic rounding is right on average. Kahan's sum
 rounding took off. With either, half-precision arrays of the optimizer state are rounded at random.
 """
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -15,6 +16,7 @@ import jax.tree_util as jtu
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, PRNGKeyArray
 
+from .._util._calls import called
 from .._util._types import PyTree
 from .._util._varying import varying_axes
 from ..precision._cast import is_inexact, rounded_to, widen
@@ -43,16 +45,16 @@ def _is_narrow(x: Any) -> bool:
     return eqx.is_inexact_array(x) and is_half(x.dtype)
 
 
-def parse_master(master: Any, model: PyTree, state: PyTree, call: str) -> tuple[PyTree, PyTree]:
+def parse_master(master: Any, model: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
     """Returns the optimizer state, with residues if `master` needs them, and the state of the
-    optimizer alone. Raises a `ValueError` in the name of `call` if `master` does not fit the model
-    or the state.
+    optimizer alone. Raises a `ValueError` in the name of the called function if `master` does not
+    fit the model or the state.
     """
-    check_choice(master, MASTERS, call, "master")
+    check_choice(master, MASTERS, "master")
     if master != "nearest" and not any(_is_narrow(x) for x in jtu.tree_leaves(model)):
         raise ValueError(
-            f"`{call}` with `master={master!r}` needs half-precision parameters, but `model` has "
-            "none. Cast it by `mpx_pde.cast_tree(model, 'bfloat16')` before training, or leave "
+            f"`{called()}` with `master={master!r}` needs half-precision parameters, but `model` "
+            "has none. Cast it by `mpx_pde.cast_tree(model, 'bfloat16')` before training, or leave "
             "`master` out."
         )
     if master == "kahan":
@@ -61,14 +63,14 @@ def parse_master(master: Any, model: PyTree, state: PyTree, call: str) -> tuple[
         difference = first_difference(wanted, state.residue)
         if difference is not None:
             raise ValueError(
-                f"`{call}` got an `optimizer_state` with the residues of another model: "
+                f"`{called()}` got an `optimizer_state` with the residues of another model: "
                 f"{difference}. Pass what the step before returned, or begin anew by "
                 "`mpx_pde.compensated(optimizer_state.state, model)`."
             )
         return state, state.state
     if isinstance(state, Compensated):
         raise ValueError(
-            f"`{call}` got an `optimizer_state` with residues, which `master={master!r}` would "
+            f"`{called()}` got an `optimizer_state` with residues, which `master={master!r}` would "
             "forget. Pass `master='kahan'`, or the state inside: `optimizer_state.state`."
         )
     return state, state
@@ -140,7 +142,8 @@ def _overflows(new: Float32[Array, "*shape"], dtype: Any) -> Bool[Array, "*shape
     return jnp.isfinite(new) & (jnp.abs(new) >= most)
 
 
-class Noise(NamedTuple):
+@dataclass(frozen=True)
+class Noise:
     """The random numbers of one step.
 
     Inside `jax.shard_map`, copies of an array must be rounded alike, and the parts of a split array
@@ -160,11 +163,12 @@ class Noise(NamedTuple):
         """Takes the caller's key, or makes one from the step counts of the optimizer. Only these
         differ after a step that moved nothing."""
         if key is not None:
-            check_key(key, "optimizer_update")
+            check_key(key)
             return cls(key, by_bits=False)
-        is_count = lambda x: (
-            eqx.is_array(x) and x.size == 1 and jnp.issubdtype(x.dtype, jnp.integer)
-        )
+
+        def is_count(x):
+            return eqx.is_array(x) and x.size == 1 and jnp.issubdtype(x.dtype, jnp.integer)
+
         counts = [x.astype(jnp.uint32).reshape(()) for x in jtu.tree_leaves(state) if is_count(x)]
         total = sum(((2 * i + 1) * x for i, x in enumerate(counts)), start=jnp.uint32(0))
         return cls(jax.random.fold_in(jax.random.key(0), total), by_bits=True)
@@ -203,7 +207,10 @@ def applied(
         model, residue = _add_compensated(model, updates, before.residue)
         # Moving averages have no residue, and would stand still if rounded to the nearest.
         return model, Compensated(_rounded_tree(state, before.state, noise), residue)
-    stays = lambda x, p: jnp.where(_overflows(x, p.dtype), widen(p), x) if _is_narrow(p) else x
+
+    def stays(x, p):
+        return jnp.where(_overflows(x, p.dtype), widen(p), x) if _is_narrow(p) else x
+
     new = jtu.tree_map(stays, eqx.apply_updates(widen(model), updates), model), state
     return new if noise is None else _rounded_tree(new, old, noise)
 

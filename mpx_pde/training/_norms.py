@@ -57,7 +57,7 @@ def share_of(part: Array, whole: Array) -> Array:
     return jnp.where(whole == 0, none, part / jnp.where(whole == 0, jnp.ones_like(whole), whole))
 
 
-def apart(tree: PyTree, true: PyTree) -> Array:
+def relative_distance(tree: PyTree, true: PyTree) -> Array:
     """Returns the distance of a tree of arrays from `true`, relative to the norm of `true`."""
     off = jtu.tree_map(lambda x, y: norm(minus(x, y)), tree, true)
     return share_of(total(off), total(jtu.tree_map(norm, true)))

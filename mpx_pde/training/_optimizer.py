@@ -4,8 +4,9 @@ import difflib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -15,6 +16,7 @@ import optax
 from jax import lax
 from jaxtyping import PRNGKeyArray
 
+from .._util._calls import called, public
 from .._util._repr import in_a_line
 from .._util._types import BoolLike, MasterLike, PyTree
 from .._util._wrapper import says_how
@@ -32,18 +34,14 @@ from ..program._warnings import tensorfloat32_by_default, traced, warn_of_tensor
 from ._masters import Noise, applied, parse_master
 
 
-_CALL = "optimizer_update"
-
-
-def as_transformation(optimizer: Any, call: str) -> optax.GradientTransformationExtraArgs:
+def as_transformation(optimizer: Any) -> optax.GradientTransformationExtraArgs:
     """Returns `optimizer` as one that takes extra arguments. Raises a `TypeError` in the name of
-    `call` if it is not an optimizer.
-    """
+    the called function if it is not an optimizer."""
     if isinstance(optimizer, optax.MultiSteps):
         optimizer = optimizer.gradient_transformation()
     if not isinstance(optimizer, optax.GradientTransformation):
         raise TypeError(
-            f"`{call}` takes an Optax gradient transformation such as `optax.adam(1e-3)` as "
+            f"`{called()}` takes an Optax gradient transformation such as `optax.adam(1e-3)` as "
             f"`optimizer`, but got {in_a_line(optimizer)}."
         )
     return optax.with_extra_args_support(optimizer)
@@ -57,15 +55,15 @@ def _checked_gradients(grads: PyTree, params: PyTree) -> PyTree:
         # Only the fast parameters have gradients.
         params = params.fast
         grads = grads.fast if isinstance(grads, optax.LookaheadParams) else grads
-    mend = " Of a part that is trained, pass that part, and `eqx.combine` it with the rest."
+    fix = " Of a part that is trained, pass that part, and `eqx.combine` it with the rest."
     floating = "the floating-point arrays of `model`"
-    check_same_structure(_CALL, "`grads`", grads, floating, params, mend)
+    check_same_structure("`grads`", grads, floating, params, fix)
 
     def check(path, g, p):
         if jnp.shape(g) != jnp.shape(p):
             raise ValueError(
-                f"`{_CALL}`: the gradient at {jtu.keystr(path)} has shape {jnp.shape(g)}, but the "
-                f"parameter has shape {jnp.shape(p)}. Pass the gradients of this model."
+                f"`{called()}`: the gradient at {jtu.keystr(path)} has shape {jnp.shape(g)}, but "
+                f"the parameter has shape {jnp.shape(p)}. Pass the gradients of this model."
             )
 
     jtu.tree_map_with_path(check, grads, params)
@@ -95,7 +93,7 @@ def _naming_a_state_of_another(optimizer: Any, view: "_View") -> Iterator[None]:
         if difference is None:
             raise
         raise ValueError(
-            f"`{_CALL}` got an `optimizer_state` that `optimizer` did not make for this model: "
+            f"`{called()}` got an `optimizer_state` that `optimizer` did not make for this model: "
             f"{difference}. Pass what `optimizer.init(eqx.filter(model, eqx.is_inexact_array))` "
             "returned, or the step before."
         ) from e
@@ -106,39 +104,40 @@ def _operations(update: Callable, args: tuple) -> Counter[tuple[str, frozenset[i
     depend on. Dtypes are ignored.
     """
     closed, *_ = eqx.filter_make_jaxpr(update)(*args)
-    flat, told = flatten(closed, forward_mode=False), Counter[tuple[str, frozenset[int]]]()
+    flat, counts = flatten(closed, forward_mode=False), Counter[tuple[str, frozenset[int]]]()
     on = dict.fromkeys(flat.constants, frozenset[int]())
     on |= {k: frozenset({i}) for i, k in enumerate(flat.inputs)}
     for step in flat.steps:
         here = frozenset[int]().union(*(on[x] for x in step.variables))
         on |= dict.fromkeys(step.outputs, here)
         if step.name != "convert_element_type":
-            told[step.name, here] += 1
-    return told
+            counts[step.name, here] += 1
+    return counts
 
 
-def _warn_of_dtypes(update: Callable, given: tuple, wide: tuple) -> None:
+def _warn_of_dtypes(update: Callable, narrow: tuple, wide: tuple) -> None:
     """Issues a warning if an optimizer applies other operations to half arrays than to wide ones,
     for example because of a mask that looks at dtypes.
     """
     try:
-        told = _operations(update, given)
+        of_half = _operations(update, narrow)
     except Exception:  # half arrays may not work at all, for example in a QR decomposition
         return
     try:
-        same = told == _operations(update, wide)
+        same = of_half == _operations(update, wide)
     except (TypeError, ValueError):  # for example, if the state was made with another mask
         same = False
     if not same:
         warn_user(
-            f"`{_CALL}` widens half parameters to float32 for `optimizer`, which does something "
+            f"`{called()}` widens half parameters to float32 for `optimizer`, which does something "
             "else with these. If its masks or labels are by dtype, give Optax the PyTree that your "
             "function returns for the parameters in place of the function. If it is meant, filter "
             "`mpx_pde.PrecisionWarning`."
         )
 
 
-class _View(NamedTuple):
+@dataclass(frozen=True)
+class _View:
     """The parameters, state and gradients that the optimizer sees."""
 
     params: PyTree
@@ -152,11 +151,11 @@ def _view(optimizer: optax.GradientTransformation, state: PyTree, model: PyTree,
     floating = eqx.filter(model, eqx.is_inexact_array)
     plain = _View(floating, state, grads, lambda new: new)
     everything = eqx.filter(model, eqx.is_array)
-    given = jtu.tree_structure(state)
+    structure = jtu.tree_structure(state)
     if jtu.tree_structure(everything) == jtu.tree_structure(floating):
         return plain
     initial = _initial(optimizer, floating)
-    if jtu.tree_structure(initial) == given:
+    if jtu.tree_structure(initial) == structure:
         return plain
 
     # The state was made from all arrays. Optax cannot handle integers (clipping, conditional
@@ -166,7 +165,7 @@ def _view(optimizer: optax.GradientTransformation, state: PyTree, model: PyTree,
 
     whole = jtu.tree_map(stand_in, everything)
     types = _initial(optimizer, whole)
-    if jtu.tree_structure(types) == given:
+    if jtu.tree_structure(types) == structure:
         zeros = jtu.tree_map(jnp.zeros_like, whole)
         return _View(whole, _floats_as(state, types), eqx.combine(grads, zeros), lambda new: new)
 
@@ -175,7 +174,7 @@ def _view(optimizer: optax.GradientTransformation, state: PyTree, model: PyTree,
     is_none = lambda x: x is None
     keep = lambda new, old: None if new is None else old
     try:
-        kept = jtu.tree_map(keep, initial, state, is_leaf=is_none)
+        merged = jtu.tree_map(keep, initial, state, is_leaf=is_none)
     except ValueError:  # the state belongs to something else; Optax raises the error
         return plain
 
@@ -183,7 +182,7 @@ def _view(optimizer: optax.GradientTransformation, state: PyTree, model: PyTree,
         choose = lambda like, new, old: old if like is None else new
         return jtu.tree_map(choose, initial, new, state, is_leaf=is_none)
 
-    return _View(floating, kept, grads, restore)
+    return _View(floating, merged, grads, restore)
 
 
 def _check_hyperparameters(state: PyTree) -> None:
@@ -192,11 +191,11 @@ def _check_hyperparameters(state: PyTree) -> None:
     """
     holds = lambda x: isinstance(getattr(x, "hyperparams", None), dict)
     states = [x for x in jtu.tree_leaves(state, is_leaf=holds) if holds(x)]
-    found = [(n, x) for s in states for n, x in s.hyperparams.items() if eqx.is_array(x)]
-    half = [f"{n} ({x.dtype.name})" for n, x in found if is_half(x.dtype)]
+    arrays = [(n, x) for s in states for n, x in s.hyperparams.items() if eqx.is_array(x)]
+    half = [f"{n} ({x.dtype.name})" for n, x in arrays if is_half(x.dtype)]
     if half:
         raise ValueError(
-            f"`{_CALL}` got an `optimizer_state` with hyperparameters in half precision, "
+            f"`{called()}` got an `optimizer_state` with hyperparameters in half precision, "
             f"{', '.join(half)}. `optax.inject_hyperparams` rounds them to the dtype of the "
             "parameters: pass it `hyperparam_dtype=jnp.float32`, and make the state anew."
         )
@@ -234,6 +233,7 @@ def _like(new: PyTree, old: PyTree) -> PyTree:
     return jtu.tree_map(cast, new, old)
 
 
+@public
 @says_how(
     "`model, opt_state = "
     "mpx_pde.optimizer_update(model, optimizer, opt_state, grads, grads_finite)`."
@@ -308,13 +308,13 @@ def optimizer_update(
     )
     ```
     """
-    optimizer = as_transformation(optimizer, _CALL)
-    finite = check_flag(grads_finite, _CALL, "grads_finite")
+    optimizer = as_transformation(optimizer)
+    finite = check_flag(grads_finite, "grads_finite")
     for name in extra_args:
         # Optax silently drops arguments that an optimizer does not know.
         if meant := difflib.get_close_matches(name, ("master", "key"), cutoff=0.8):
-            raise TypeError(f"`{_CALL}` got the keyword argument {name!r}. Write `{meant[0]}`.")
-    optimizer_state, inner = parse_master(master, model, optimizer_state, _CALL)
+            raise TypeError(f"`{called()}` got the keyword argument {name!r}. Write `{meant[0]}`.")
+    optimizer_state, inner = parse_master(master, model, optimizer_state)
     floating = eqx.filter(model, eqx.is_inexact_array)
     grads = _checked_gradients(grads, floating)
     _check_hyperparameters(inner)
@@ -328,15 +328,15 @@ def optimizer_update(
 
     def step(grads, extra_args):
         # Widen all three or none: some optimizers branch on the device, and branches must agree.
-        kept = view.state, view.params
+        before = view.state, view.params
         # Widen leaf by leaf: a half array inside of a `FullPrecision` is narrow as well.
-        grads, wide = jtu.tree_map(widen, (grads, kept))
-        state, masters = wide if narrow else kept
+        grads, wide = jtu.tree_map(widen, (grads, before))
+        state, masters = wide if narrow else before
         # Optax relies on the standard promotion of dtypes.
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             update = partial(optimizer.update, **extra_args)
             if looks:
-                _warn_of_dtypes(update, (view.grads, *kept), (grads, state, masters))
+                _warn_of_dtypes(update, (view.grads, *before), (grads, state, masters))
             with _naming_a_state_of_another(optimizer, view):
                 updates, new_state = update(grads, state, masters)
             updates = jtu.tree_map(lambda u, p: None if p is None else u, updates, floating)
@@ -347,16 +347,22 @@ def optimizer_update(
 
     if searches:
         if tensorfloat32_by_default():
-            warn_of_tensorfloat32(_CALL, "a line search and the products of its optimizer")
+            warn_of_tensorfloat32("a line search and the products of its optimizer")
         # A line search evaluates the loss: on a skipped step it must not run at all.
         arrays, static = eqx.partition((model, optimizer_state), eqx.is_array)
-        taken = lambda: eqx.filter(step(view.grads, extra_args), eqx.is_array)
+
+        def taken():
+            return eqx.filter(step(view.grads, extra_args), eqx.is_array)
+
         return eqx.combine(lax.cond(finite, taken, lambda: arrays), static)
 
     # A selection, not a branch: a branch on the device waits for the host, and keeps XLA from
     # fusing and from updating donated arrays in place. Ones stand in for the gradients: clipping
     # would divide by the norm of zeros.
-    safe = lambda x: jnp.where(finite, x, jnp.ones_like(x)) if eqx.is_inexact_array(x) else x
+
+    def safe(x):
+        return jnp.where(finite, x, jnp.ones_like(x)) if eqx.is_inexact_array(x) else x
+
     new = step(*jtu.tree_map(safe, (view.grads, extra_args)))
     with _naming_a_state_of_another(optimizer, view):
         return select_tree(finite, new, (model, optimizer_state))

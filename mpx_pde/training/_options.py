@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import equinox as eqx
 import jax.tree_util as jtu
 
-from .._util._calls import named
+from .._util._calls import public
 from .._util._types import ForwardLike, PolicyLike, PyTree
 from .._util._wrapper import check_bound
 from ..modes._choice import mode_of
@@ -65,6 +65,7 @@ def _moved(argnums: Any) -> tuple[str, str, str]:
     return join(*inside), join(picked, *others), join("given", *others)
 
 
+@public
 def as_trained(
     model: PyTree,
     *,
@@ -106,8 +107,10 @@ def as_trained(
     """
     keep = keep_full[0] if isinstance(keep_full, tuple) and keep_full else keep_full
     keep = keep if isinstance(keep, bool) else (keep,)
-    with named("as_trained"):
-        mode = mode_of(policy=policy, keep_full=keep, forward=forward)
-        (rounded,), _ = mode.cast((model,), {})
-    like = lambda x, master: x.astype(master.dtype) if eqx.is_inexact_array(master) else master
+    mode = mode_of(policy=policy, keep_full=keep, forward=forward)
+    (rounded,), _ = mode.cast((model,), {})
+
+    def like(x, master):
+        return x.astype(master.dtype) if eqx.is_inexact_array(master) else master
+
     return jtu.tree_map(like, rounded, model)

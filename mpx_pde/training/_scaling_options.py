@@ -22,7 +22,9 @@ _SCALERS = (AbstractLossScaling, DerivativeScaling, PrecisionLadder)
 
 def _plain(value: Any) -> Any:
     """Converts a static field to a JSON value that is the same in every process."""
-    if hasattr(value, "_asdict"):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {x.name: getattr(value, x.name) for x in dataclasses.fields(value)}
+    elif hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, np.generic | np.ndarray):
         value = value.tolist()
@@ -55,7 +57,7 @@ def scaling_options(tree: PyTree) -> dict[str, dict[str, Any]]:
     names, update rule) are part of the program instead: a restored run uses the options of the
     scaling that it restores into. The same holds for the rungs of a
     [`mpx_pde.PrecisionLadder`][]; only the number of its present rung is saved. Save these options
-    beside the arrays, and let [`mpx_pde.check_scaling_options`][] compare them when you restore.
+    with the arrays, and let [`mpx_pde.check_scaling_options`][] compare them when you restore.
 
     **Arguments:**
 
@@ -72,19 +74,19 @@ def scaling_options(tree: PyTree) -> dict[str, dict[str, Any]]:
     ```
     """
 
-    found: dict[str, dict[str, Any]] = {}
+    by_path: dict[str, dict[str, Any]] = {}
 
     def visit(prefix, tree):
         # A scaling may hold other scalings.
         inside = lambda x: x is not tree and isinstance(x, _SCALERS)
         if isinstance(tree, _SCALERS) and not isinstance(tree, Scaling):
-            found[prefix] = _options(tree)
+            by_path[prefix] = _options(tree)
         for path, x in jtu.tree_leaves_with_path(tree, is_leaf=inside):
             if inside(x):
                 visit(prefix + jtu.keystr(path), x)
 
     visit("", tree)
-    return found
+    return by_path
 
 
 def _options(scaler: Any) -> dict[str, Any]:

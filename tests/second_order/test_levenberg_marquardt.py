@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 import pytest
-from helpers import equations, relative, tree_equal_bits
+from helpers import equations, line_here, relative, tree_equal_bits
 from jax.flatten_util import ravel_pytree
 
 import mpx_pde as mpx
@@ -32,6 +32,13 @@ def updated(optimizer, *args):
 def linear(w, example):
     a, b = example
     return jnp.sum(a * w) - b
+
+
+def test_narrow_parameters_are_told_at_the_line_of_the_user():
+    with pytest.warns(mpx.PrecisionWarning, match=r"LevenbergMarquardt.init.*float32") as told:
+        mpx.LevenbergMarquardt(linear).init(jnp.ones(2, "bfloat16"))
+    line = line_here(-1)
+    assert [(warning.filename, warning.lineno) for warning in told] == [(__file__, line)]
 
 
 @pytest.mark.slow
