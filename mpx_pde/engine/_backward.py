@@ -81,18 +81,24 @@ class Precisions(NamedTuple):
         with in_context_of(eqn):
             rounded = eqn.replace(params={**eqn.params, "out_dtype": self.half})
             (out,) = own_bind(rounded, operands)
-            if self.half == np.float16:
-                out = lax.select(lax.is_finite(out), out, lax.full_like(out, jnp.nan))
-            return [out.astype(eqn.params["out_dtype"])]
+            return [_overflow_as_nan(out).astype(eqn.params["out_dtype"])]
 
     def kept(self, x: Any, made: Step) -> Any:
-        """Rounds an array that a step made. What overflows becomes NaN, so that it is seen."""
+        """Rounds an array that a step made."""
         with in_context_of(made.eqn), jax.named_scope(KEPT_IN_HALF):
-            half = x.astype(self.half)
-            if self.half == np.float16:
-                lost = lax.is_finite(x) & ~lax.is_finite(half)
-                half = lax.select(lost, lax.full_like(half, jnp.nan), half)
-            return lax.optimization_barrier(half)
+            return lax.optimization_barrier(_overflow_as_nan(x.astype(self.half), x))
+
+
+def _overflow_as_nan(half: Any, unrounded: Any = None) -> Any:
+    """Returns values in half with NaN in place of each that overflowed, so that it is seen. Without
+    the `unrounded` values, an infinity counts as one. bfloat16 has the range of float32."""
+    if half.dtype != np.float16:
+        return half
+    if unrounded is None:
+        lost = ~lax.is_finite(half)
+    else:
+        lost = lax.is_finite(unrounded) & ~lax.is_finite(half)
+    return lax.select(lost, lax.full_like(half, jnp.nan), half)
 
 
 @jax.tree_util.register_dataclass
