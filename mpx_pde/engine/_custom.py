@@ -11,6 +11,7 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ..program import _tables as tables
+from ..program._flat import Step, evaluated, flatten
 from ..program._jaxpr import (
     aval_of,
     bodies_of,
@@ -19,7 +20,6 @@ from ..program._jaxpr import (
     own_bind,
     pullback,
     pushforward,
-    walk,
 )
 from ..program._lines import line_of
 from ..program._reverse import linear_by_pullback
@@ -182,23 +182,18 @@ def _in_dtypes(values: Sequence[Given], like: Sequence[Any]) -> list[Any]:
 
 def _evaluate(closed: ClosedJaxpr, args: Sequence[Any], registers: Storage) -> list:
     """Evaluates a jaxpr with all numbers, real and complex, in registers."""
-    cast = registers.constant
 
-    def evaluate(_: int, eqn: JaxprEqn, operands: list) -> list:
-        name = eqn.primitive.name
-        if name in _CUSTOM:
+    def bind(step: Step, operands: list) -> list:
+        eqn, operands = step.eqn, list(map(registers.constant, operands))
+        if step.name in _CUSTOM:
             return custom_in_registers(eqn, operands)
-        if name in tables.CALLS:
-            return _evaluate(bodies_of(eqn)[0], operands, registers)
-        if name in tables.CASTS:
+        if step.name in tables.CASTS:
             dtypes = operands[0].dtype, eqn.params["new_dtype"]
             if all(jnp.issubdtype(d, jnp.floating) for d in dtypes):
                 return operands
-        if name in tables.PRODUCTS | tables.TYPED or jaxprs_in(eqn):
+        if step.name in tables.PRODUCTS | tables.TYPED or jaxprs_in(eqn):
             operands = typed(eqn, operands)
-        return list(map(cast, own_bind(eqn, operands)))
+        return list(map(registers.constant, own_bind(eqn, operands)))
 
-    known = lambda atom: cast(np.asarray(atom.val, aval_of(atom).dtype))
-    return walk(
-        closed.jaxpr, list(map(cast, closed.consts)), list(map(cast, args)), known, evaluate
-    )
+    out = evaluated(flatten(closed, forward_mode=False), args, bind)
+    return list(map(registers.constant, out))
