@@ -17,7 +17,6 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from .._util._varying import match_varying_axes
 from ..checkpoint_policies import translate
-from ..program import _tables as tables
 from ..program._jaxpr import bodies_of
 from ..program._rebind import rebind, scan_counts
 from ._custom import custom_jvp, custom_vjp
@@ -35,27 +34,24 @@ class Containers:
 
     - `plan`: the streams.
     - `program`: evaluates a jaxpr.
-    - `loaded`: casts a value, given its dtype in the program, to the dtype that it is computed in.
-        All values cross a border in this form.
+    - `loaded`: casts a value to the dtype that it is computed in. Loops carry values in this form.
+    - `shared`: returns a value in the form in which all steps of a loop take it.
     - `halves`: the positions of operands of the equation that are effectively half, such as
         masters.
-    - `mixed`: whether each equation has a precision of its own. Values then cross as they are
-        stored, except for what loops carry. A value that enters a loop from outside becomes a
-        master, because its cotangents add up over the steps, unless it may be of any size.
     - `scaled`: the streams that are kept in half with a scale, if the forward pass is in full.
     - `found`: which of these overflowed in the last evaluation.
     """
 
     plan: Plan
     program: Callable[..., list[Given]]
-    loaded: Callable[..., Given]
+    loaded: Callable[[Given], Given]
+    shared: Callable[[Given], Given]
     halves: Collection[int] = ()
-    mixed: bool = False
     scaled: Collection[Index] = ()
     found: dict[Index, Any] = dataclasses.field(default_factory=dict)
 
     def __call__(self, eqn: JaxprEqn, operands: Sequence[Given]) -> list[Given]:
-        return _ENTERED[eqn.primitive.name](self, eqn, operands)
+        return ENTERED[eqn.primitive.name](self, eqn, operands)
 
     def _inside(
         self,
@@ -67,10 +63,7 @@ class Containers:
         """Evaluates a body whose operands are those at `places` of the equation, by default all."""
         places = range(len(operands)) if places is None else places
         halves = {k for k, i in enumerate(places) if i in self.halves}
-        out = self.program(closed, operands, carried=carried, halves=halves)
-        if self.mixed:
-            return out
-        return [self.loaded(x, aval.dtype) for x, aval in zip(out, closed.out_avals, strict=True)]
+        return self.program(closed, operands, carried=carried, halves=halves)
 
     def _telling(self, body: Callable[..., list]) -> Callable[..., list]:
         """Returns a body that appends to its results which streams overflowed in it."""
@@ -107,10 +100,6 @@ class Containers:
             streams[key] = jnp.broadcast_to(stream, self.plan.shape(key, jnp.shape(jet.primal)))
         return Staged(Jet(jnp.asarray(jet.primal), streams), stage)
 
-    def _outside(self, values: Sequence[Given]) -> list[Any]:
-        loaded = map(self.loaded, values)
-        return [x if getattr(x, "stage", None) == WILD else array_of(x) for x in loaded]
-
     def _carried(self, x: Any, init: Any, stage: int) -> Any:
         """Returns a value that a step hands on, in the same form as the `init` it was given."""
         if not isinstance(init, Staged):
@@ -124,9 +113,8 @@ class Containers:
     def _scan(self, eqn: JaxprEqn, operands: Sequence[Given]) -> list[Given]:
         n_consts, n_carry = scan_counts(eqn)
         n = n_consts + n_carry
-        consts, init = list(operands[:n_consts]), operands[n_consts:n]
-        if self.mixed:
-            consts, init = self._outside(consts), list(map(self.loaded, init))
+        consts = list(map(self.shared, operands[:n_consts]))
+        init = list(map(self.loaded, operands[n_consts:n]))
         top = _highest(eqn, operands)
         others = (s for s in _stages(operands) if s < WILD)
         stage = max((*_stages(init), *others), default=DEEP)
@@ -176,7 +164,7 @@ class Containers:
             self.found.clear()  # It has no backward pass.
             return [self._carried(y, x, top) for y, x in zip(out, values[n_body:], strict=True)]
 
-        outside = self._outside(operands[:n]) if self.mixed else operands[:n]
+        outside = map(self.shared, operands[:n])
         init = [self._full(self.loaded(x), top) for x in operands[n:]]
         return rebind(eqn, [*outside, *init], [proceed, step])
 
@@ -203,14 +191,13 @@ class Containers:
         if policy:
             # The policy was written for products that have become mixed ones.
             eqn = eqn.replace(params={**eqn.params, "policy": translate(policy)})
-        run = partial(self.program, bodies_of(eqn)[0], halves=self.halves)
-        return rebind(eqn, operands, [lambda *args: run(args)])
+        return self._once(eqn, operands)
 
     def _once(self, eqn: JaxprEqn, operands: Sequence[Given]) -> list[Given]:
         return rebind(eqn, operands, [lambda *args: self._inside(bodies_of(eqn)[0], args)])
 
 
-_ENTERED = {
+ENTERED = {
     "scan": Containers._scan,
     "while": Containers._while,
     "cond": Containers._cond,
@@ -220,12 +207,6 @@ _ENTERED = {
     "custom_jvp_call": lambda self, eqn, operands: custom_jvp(eqn, operands, self._inside),
     "custom_vjp_call": lambda self, eqn, operands: custom_vjp(eqn, operands, self._inside),
 }
-
-
-def enters(eqn: JaxprEqn, *, mixed: bool = False) -> bool:
-    """Returns whether an equation is entered here. `mixed` means that there are no streams, and
-    each equation has a precision of its own."""
-    return eqn.primitive.name in (_ENTERED if mixed else tables.LOOPS)
 
 
 def _stages(values: Iterable[Given]) -> list[int]:

@@ -401,8 +401,8 @@ def test_layers_that_differ_in_a_literal_array_are_not_taken_for_one():
 
 def test_layers_that_are_alike_are_traced_once(monkeypatch):
     made = []
-    make = Derivatives._as_layer
-    monkeypatch.setattr(Derivatives, "_as_layer", lambda *args: made.append(args) or make(*args))
+    make = Derivatives._again
+    monkeypatch.setattr(Derivatives, "_again", lambda *args: made.append(args) or make(*args))
 
     def layers(depth):
         made.clear()
