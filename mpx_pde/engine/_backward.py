@@ -193,7 +193,7 @@ class Again:
         while pending:
             k = pending[-1]
             there = k in self.env or k in self.values.kept or k in self.values.given
-            missing = [] if there else self._missing(k)
+            missing = () if there else [y for y in self.made[k].variables if y not in self.env]
             if missing:
                 pending.extend(missing)
                 continue
@@ -210,17 +210,15 @@ class Again:
             self.before, self.gradients = self.gradients, []
         return lax.optimization_barrier((x, *self.before))[0] if self.before else x
 
-    def _missing(self, k: int) -> list[int]:
-        return [x for x in self.made[k].variables if x not in self.env]
-
     def _make(self, k: int) -> None:
         if k in self.values.given:
             self.env[k] = self._in_turn(self.values.given[k])
             return
         if k in self.values.kept:
             x, step = self._in_turn(self.values.kept[k]), self.made.get(k)
-            wide = x if step is None or not self.plan.kept[k] else _wide_of(step, k)
-            self.env[k] = x if wide is x else x.astype(wide)
+            if step is not None and self.plan.kept[k]:
+                x = x.astype(aval_of(step.eqn.outvars[step.outputs.index(k)]).dtype)
+            self.env[k] = x
             return
         step = self.made[k]
         operands = [read(x, self.env) for x in step.inputs]
@@ -229,10 +227,6 @@ class Again:
         else:
             out = self.by.bind(step, operands, backward=False)
         self.env.update(zip(step.outputs, out, strict=True))
-
-
-def _wide_of(step: Step, k: int) -> Any:
-    return aval_of(step.eqn.outvars[step.outputs.index(k)]).dtype
 
 
 def run_backward(
