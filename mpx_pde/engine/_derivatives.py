@@ -35,7 +35,6 @@ from .taylor._plan import Index, Plan, sum_key
 from .taylor._rules import Rules, aligned
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scaled:
     """Streams in a loss that keeps values rounded to half: they are multiplied by their scales from
@@ -49,7 +48,7 @@ class Scaled:
     """
 
     scales: Mapping[Index, tuple[Any, Any]]
-    half: np.dtype = eqx.field(static=True)
+    half: np.dtype
 
     def weights(self, plan: Plan, weights: Sequence[Sequence[Any]]) -> list[list[Any]]:
         """Returns the factors of the summands of each sum, for summands with their scales. Seeds
@@ -71,28 +70,30 @@ class Scaled:
 
     def leaving(self, jet: Jet) -> Jet:
         """Returns a value with its streams without their scales."""
-        along = Storage(np.dtype("float32"), None, self.scales)
-        return jet.map(lambda x, key: along.unscaled(x, key) if is_traced(x) else x)
+        by = self._storage
+        return jet.map(lambda x, key: by.unscaled(x, key) if is_traced(x) else x)
 
     def all_of(self, streams: Mapping[Index, Any]) -> dict[Index, Any]:
-        along = Storage(np.dtype("float32"), None, self.scales)
-        return {k: along.scaled(jnp.asarray(s), k) for k, s in streams.items()}
+        """Scales streams."""
+        return {k: self._storage.scaled(jnp.asarray(s), k) for k, s in streams.items()}
 
-    def overflows(self, jets: Iterable[Jet]) -> dict[Index, Any]:
+    @property
+    def _storage(self) -> Storage:
+        return Storage(np.dtype("float32"), None, self.scales)
+
+    def overflows(self, values: Iterable[Any]) -> dict[Index, Any]:
         """Returns which streams of some values overflow if they are kept."""
         limit, out = float(jnp.finfo(self.half).max), {}
-        for jet in jets:
-            for key, x in jet.streams.items():
+        for jet in values:
+            for key, x in jet.streams.items() if isinstance(jet, Jet) else ():
                 if is_traced(x):
                     tell(out, key, jnp.any(jnp.abs(x) > limit))
         return out
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Derivatives(AbstractEvaluator[StreamRole]):
-    """An evaluation of a program on streams. Its leaves are the factors of its sums and the scales
-    of its streams.
+    """An evaluation of a program on streams.
 
     **Attributes:**
 
@@ -111,12 +112,12 @@ class Derivatives(AbstractEvaluator[StreamRole]):
 
     rules: Rules
     storage: Storage
-    product: Product = eqx.field(static=True)
-    note: Callable[[Step, str, str, str], None] | None = eqx.field(static=True, default=None)
+    product: Product
+    note: Callable[[Step, str, str, str], None] | None = None
     scaled: Scaled | None = None
-    lost: Callable[[Index, Any], None] | None = eqx.field(static=True, default=None)
-    caller: Any = eqx.field(static=True, default=None)
-    around: tuple[JaxprEqn, ...] = eqx.field(static=True, default=())
+    lost: Callable[[Index, Any], None] | None = None
+    caller: Any = None
+    around: tuple[JaxprEqn, ...] = ()
 
     def program(
         self,
@@ -152,7 +153,9 @@ class Derivatives(AbstractEvaluator[StreamRole]):
         for step in part.steps:
             roles.reach(step)
         if not part.alone and self.lost is not None and self.scaled is not None:
-            for key, does in self.scaled.overflows(_kept_of(part, env, roles)).items():
+            # A loss may keep the values that enter a layer.
+            kept = [env[k] for k in part.inputs if k in roles.stored]
+            for key, does in self.scaled.overflows(kept).items():
                 self.lost(key, does)
         if part.alone or self.product.open or not (part.multiplies or part.checkpointed):
             self._directly(part, env, roles)
@@ -222,7 +225,9 @@ class Derivatives(AbstractEvaluator[StreamRole]):
         weighted = is_weighted(eqn, operands, stages, self.storage)
         multiplies = name in tables.MULTIPLICATIONS
         if weighted and multiplies:
-            operands = _met_by_points(operands)
+            # The gradient of the weight is summed over the points separately.
+            (jet,) = (x for x in operands if isinstance(x, Jet))
+            operands = [x if x is jet else summed_apart(x, jet.primal) for x in operands]
         apply = partial(rule.apply, self.rules)
         if only_moves(step, operands):
             out = folded(apply, eqn, operands, self.rules.plan)
@@ -341,11 +346,6 @@ def _no_derivatives(eqn: JaxprEqn, where: str) -> ValueError:
     )
 
 
-def _kept_of(part: Part, env: Mapping[int, Any], roles: StreamRole) -> list[Jet]:
-    """Returns what a loss may keep of a layer: the values that enter it."""
-    return [env[k] for k in part.inputs if k in roles.stored and isinstance(env[k], Jet)]
-
-
 _NO_REVERSE = (
     "Reverse-mode differentiation does not work for derivatives in the coordinates of the "
     "`while_loop` at {}. A loss that contains them needs a loop with a bounded number of steps: "
@@ -362,12 +362,6 @@ def _hold(env: dict[int, Any], keys: Iterable[int], roles: StreamRole) -> None:
     """Stops the gradients of values whose derivatives lead nowhere. Known values stay known."""
     hold = lambda x: lax.stop_gradient(x) if is_traced(x) else x
     env.update((k, jax.tree.map(hold, env[k])) for k in keys if k in roles.still)
-
-
-def _met_by_points(operands: Sequence[Any]) -> list[Any]:
-    """Returns the operands, with the weight's gradient summed over the points separately."""
-    (jet,) = (x for x in operands if isinstance(x, Jet))
-    return [x if x is jet else summed_apart(x, jet.primal) for x in operands]
 
 
 def _asked_for(x: Any, asked: Collection[Index]) -> Any:

@@ -53,7 +53,6 @@ def array_of(x: Given) -> Any:
     return primal_of(jet_of(x))
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Storage:
     """The way in which streams are computed, and kept between layers. Arrays in half are *stored*:
@@ -69,10 +68,10 @@ class Storage:
     - `narrows`: whether float64 values are computed in narrower registers nevertheless.
     """
 
-    registers: np.dtype = eqx.field(static=True)
-    dtype: np.dtype | None = eqx.field(static=True, default=None)
+    registers: np.dtype
+    dtype: np.dtype | None = None
     scales: Mapping[Index, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
-    narrows: bool = eqx.field(static=True, default=False)
+    narrows: bool = False
 
     def is_stored(self, x: Any) -> bool:
         return self.dtype is not None and x.dtype == self.dtype != self.registers
