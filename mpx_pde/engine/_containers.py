@@ -155,7 +155,7 @@ class Containers:
         carry = range(n, len(operands))
 
         def proceed(*values):
-            # In registers, like the step, and from the values alone.
+            # In the compute dtype, like the step, and from the values alone.
             bare = [x.only(()) if isinstance(x, Staged) else x for x in values]
             return list(map(array_of, self._inside(test, bare, (), (*range(first), *carry))))
 

@@ -27,27 +27,27 @@ from ._storage import Given, Staged, Storage, array_of, typed
 from .taylor._jets import Jet, is_inexact
 
 
-def own_in_registers(eqn: JaxprEqn, args: Sequence[Any], storage: Storage) -> list[Any]:
-    """Binds an equation to values in registers.
+def own_in_compute_dtype(eqn: JaxprEqn, args: Sequence[Any], storage: Storage) -> list[Any]:
+    """Binds an equation to values in the compute dtype.
 
     An equation that holds a program runs in the program's own dtypes, except for functions with
     custom derivatives and for scatters. An equation in float64 also keeps its own dtypes if the
-    registers are narrower.
+    compute dtype is narrower.
     """
     name = eqn.primitive.name
     if name in _CUSTOM:
-        return custom_in_registers(eqn, args)
+        return custom_in_compute_dtype(eqn, args)
     if name in tables.JAX_PRODUCTS and is_inexact(aval_of(eqn.outvars[0])):
-        dtype = jnp.promote_types(aval_of(eqn.outvars[0]).dtype, storage.registers)
+        dtype = jnp.promote_types(aval_of(eqn.outvars[0]).dtype, storage.compute)
         eqn = eqn.replace(params={**eqn.params, "preferred_element_type": dtype})
-    wide = {x.dtype for x in args if is_inexact(x)} - {storage.registers}
+    wide = {x.dtype for x in args if is_inexact(x)} - {storage.compute}
     programs = "update_jaxpr" not in eqn.params and bool(jaxprs_in(eqn))
     if not programs and not any(d.itemsize > 4 for d in wide if d.kind == "f"):
         return own_bind(eqn, args)
     return [storage.constant(x) for x in own_bind(eqn, typed(eqn, args))]
 
 
-def custom_in_registers(eqn: JaxprEqn, args: Sequence[Any]) -> list:
+def custom_in_compute_dtype(eqn: JaxprEqn, args: Sequence[Any]) -> list:
     """Evaluates a function with a custom derivative on operands that are wider (or narrower) than
     it was traced with.
 
@@ -59,8 +59,8 @@ def custom_in_registers(eqn: JaxprEqn, args: Sequence[Any]) -> list:
         out = own_bind(eqn, [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in args])
         return _as_recorded(eqn, out, eqn.outvars)
     parts = (jnp.finfo(x.dtype).dtype for x in args if is_inexact(x))
-    registers = Storage(max(parts, key=lambda dtype: dtype.itemsize), narrows=True)
-    evaluate = lambda closed, args: _evaluate(closed, list(map(array_of, args)), registers)
+    storage = Storage(max(parts, key=lambda dtype: dtype.itemsize), narrows=True)
+    evaluate = lambda closed, args: _evaluate(closed, list(map(array_of, args)), storage)
     return _CUSTOM[eqn.primitive.name](eqn, args, evaluate)
 
 
@@ -68,7 +68,7 @@ def bind_recorded(eqn: JaxprEqn, args: Sequence[Any]) -> list:
     """Binds an equation. Functions with a derivative of their own return arrays of the shapes that
     the equation records."""
     own = eqn.primitive.name in tables.CUSTOM
-    return custom_in_registers(eqn, args) if own else own_bind(eqn, args)
+    return custom_in_compute_dtype(eqn, args) if own else own_bind(eqn, args)
 
 
 def _as_recorded(eqn: JaxprEqn, out: Sequence[Any], of: Sequence[Any]) -> list[Any]:
@@ -180,20 +180,20 @@ def _in_dtypes(values: Sequence[Given], like: Sequence[Any]) -> list[Any]:
     return [jnp.asarray(x, y.dtype) if is_inexact(y) else x for x, y in pairs]
 
 
-def _evaluate(closed: ClosedJaxpr, args: Sequence[Any], registers: Storage) -> list:
-    """Evaluates a jaxpr with all numbers, real and complex, in registers."""
+def _evaluate(closed: ClosedJaxpr, args: Sequence[Any], storage: Storage) -> list:
+    """Evaluates a jaxpr with all numbers, real and complex, in the compute dtype."""
 
     def bind(step: Step, operands: list) -> list:
-        eqn, operands = step.eqn, list(map(registers.constant, operands))
+        eqn, operands = step.eqn, list(map(storage.constant, operands))
         if step.name in _CUSTOM:
-            return custom_in_registers(eqn, operands)
+            return custom_in_compute_dtype(eqn, operands)
         if step.name in tables.CASTS:
             dtypes = operands[0].dtype, eqn.params["new_dtype"]
             if all(jnp.issubdtype(d, jnp.floating) for d in dtypes):
                 return operands
         if step.name in tables.PRODUCTS | tables.TYPED or jaxprs_in(eqn):
             operands = typed(eqn, operands)
-        return list(map(registers.constant, own_bind(eqn, operands)))
+        return list(map(storage.constant, own_bind(eqn, operands)))
 
     out = evaluated(flatten(closed, forward_mode=False), args, bind)
-    return list(map(registers.constant, out))
+    return list(map(storage.constant, out))

@@ -23,7 +23,7 @@ from ..program._jaxpr import asks_what_moves, aval_of, bodies_of
 from ..program._lines import line_of, site_of
 from ..program._references import with_references_inside
 from ._containers import Containers
-from ._custom import own_in_registers
+from ._custom import own_in_compute_dtype
 from ._evaluate import AbstractEvaluator, entering
 from ._products import Product, is_biased, is_weighted, only_names
 from ._segments import Part, StreamRole, roles_of
@@ -240,7 +240,7 @@ class Derivatives(AbstractEvaluator[StreamRole]):
         return out
 
     def _loaded(self, step: Step, operands: Sequence[Any], roles: StreamRole) -> list[Any]:
-        """Returns operands as rules and loops take them: in registers, with their scales."""
+        """Returns operands as rules and loops take them: in the compute dtype, scaled."""
         operands = roles.needed(step, operands)
         if self.scaled is not None and not only_moves(step, operands):
             operands = [self.scaled.entering(x) if isinstance(x, Jet) else x for x in operands]
@@ -289,7 +289,7 @@ class Derivatives(AbstractEvaluator[StreamRole]):
         known = eqn.primitive in ad.primitive_jvps or name in tables.PUSHES | {"shard_map"}
         if (name in tables.OPAQUE or _applies(eqn) or not known) and any(moving):
             raise _no_derivatives(eqn, self._line(step))
-        own = lambda *args: own_in_registers(eqn, args, self.storage)
+        own = lambda *args: own_in_compute_dtype(eqn, args, self.storage)
         if name == "custom_linear_solve":
             lengths = eqn.params["const_lengths"]
             # Parameters of the solver, such as a tolerance, do not enter the derivative.

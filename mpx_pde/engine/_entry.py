@@ -28,7 +28,7 @@ from ..program._jaxpr import (
     trace_arrays,
 )
 from ._backward import Precisions, value_and_pullback
-from ._custom import custom_in_registers, own_in_registers
+from ._custom import custom_in_compute_dtype, own_in_compute_dtype
 from ._derivatives import Derivatives, Scaled
 from ._facts import DATA, MASTER, Fact, size_of
 from ._products import Product
@@ -127,7 +127,7 @@ def propagate(
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         with precision_of_user():
             closed = jax.make_jaxpr(fun)(point)
-        rules = Rules(plan, weights, custom_in_registers, summed=not in_full_forward())
+        rules = Rules(plan, weights, custom_in_compute_dtype, summed=not in_full_forward())
         lost = dict[Index, Array]()
         evaluator = _evaluator(closed, rules, scales, note, lost)
         if evaluator.scaled is not None:
@@ -192,7 +192,7 @@ def _bind_in_float64(step: Step, args: list[Any]) -> list:
     alike = all(getattr(x, "dtype", None) == aval_of(v).dtype for x, v in pairs)
     if alike or is_container(eqn):
         return own_bind(eqn, typed(eqn, args))
-    return own_in_registers(eqn, args, _FLOAT64)
+    return own_in_compute_dtype(eqn, args, _FLOAT64)
 
 
 def linearized(

@@ -1,6 +1,6 @@
 """Evaluates a program without streams in which each equation has its own precision.
 
-Between products, values are computed in float32 registers. Results that are computed from halves
+Between products, values are computed in float32. Results that are computed from halves
 may be stored in half, between products and for the backward pass.
 """
 
@@ -23,7 +23,7 @@ from ..program._jaxpr import bodies_of, contains, is_container, own_bind
 from ..program._lines import source_of
 from ..program._products import asks_for_more, says_its_dtype
 from ._containers import ENTERED, Containers
-from ._custom import own_in_registers
+from ._custom import own_in_compute_dtype
 from ._derivative_of import with_derivative_of
 from ._differences import Wide, wide_in
 from ._evaluate import AbstractEvaluator, entering
@@ -230,7 +230,7 @@ class Mixed(AbstractEvaluator[MixedRole]):
     def _opened(
         self, part: Part, values: Sequence[Any], roles: MixedRole, one: Any = None
     ) -> dict[int, Any]:
-        # Each input is loaded once, so its cotangents are added in registers.
+        # Each input is loaded once, so its cotangents are added in float32.
         env = dict(zip(part.inputs, map(self.storage.loaded, values), strict=True))
         if one is not None:
             scores = self._scores_in(part, values, roles)
@@ -313,7 +313,7 @@ class Mixed(AbstractEvaluator[MixedRole]):
         if eqn.primitive is moments_p:
             (x,) = loaded
             return _RULES_OF_VALUES.moments(eqn, [Jet(x)])
-        out = own_in_registers(eqn, loaded, self.storage)
+        out = own_in_compute_dtype(eqn, loaded, self.storage)
         if is_biased(eqn, operands, held):
             return [rounded_cotangent(x, self.dtype) for x in out]
         return out

@@ -101,7 +101,7 @@ def of_their_own(name, point, first, weights):
     list(zip(OF_THEIR_OWN, 3 * HALVES, (*(3e4,) * 3, 1.0, 1.0), strict=False)),
 )
 def test_functions_with_a_derivative_of_their_own_in_half(name, half, size):
-    """They are computed in registers, like all operations between products. In half, streams of a
+    """They are computed in float32, like all operations between products. In half, streams of a
     network of long coordinates would vanish."""
     first, weights = (0.7 * jax.random.normal(jax.random.key(i), (8, 2 + 6 * i)) for i in (0, 1))
     first, weights = first / size, weights.astype(half)
