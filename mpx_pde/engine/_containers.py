@@ -21,7 +21,7 @@ from ..program._jaxpr import bodies_of
 from ..program._rebind import rebind, scan_counts
 from ._custom import custom_jvp, custom_vjp
 from ._roles import takes_derivatives
-from ._storage import DEEP, WILD, Given, Staged, array_of
+from ._storage import DEEP, WILD, Staged, Value, array_of
 from .taylor._jets import Jet, cast, is_inexact
 from .taylor._plan import Index, Plan
 
@@ -43,23 +43,23 @@ class Containers:
     """
 
     plan: Plan
-    program: Callable[..., list[Given]]
-    loaded: Callable[[Given], Given]
-    shared: Callable[[Given], Given]
+    program: Callable[..., list[Value]]
+    loaded: Callable[[Value], Value]
+    shared: Callable[[Value], Value]
     halves: Collection[int] = ()
     scaled: Collection[Index] = ()
     found: dict[Index, Any] = dataclasses.field(default_factory=dict)
 
-    def __call__(self, eqn: JaxprEqn, operands: Sequence[Given]) -> list[Given]:
+    def __call__(self, eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
         return ENTERED[eqn.primitive.name](self, eqn, operands)
 
     def _inside(
         self,
         closed: ClosedJaxpr,
-        operands: Sequence[Given],
+        operands: Sequence[Value],
         carried: Sequence[tuple[int, int]] | None = None,
         places: Iterable[int] | None = None,
-    ) -> list[Given]:
+    ) -> list[Value]:
         """Evaluates a body whose operands are those at `places` of the equation, by default all."""
         places = range(len(operands)) if places is None else places
         halves = {k for k, i in enumerate(places) if i in self.halves}
@@ -78,8 +78,8 @@ class Containers:
         return run
 
     def _rebound(
-        self, eqn: JaxprEqn, operands: Sequence[Given], bodies: Sequence[Callable[..., list]]
-    ) -> list[Given]:
+        self, eqn: JaxprEqn, operands: Sequence[Value], bodies: Sequence[Callable[..., list]]
+    ) -> list[Value]:
         *out, found = rebind(eqn, operands, list(map(self._telling, bodies)))
         self.found.update({key: jnp.any(does) for key, does in found.items()})
         return out
@@ -110,7 +110,7 @@ class Containers:
         value = array_of(x)
         return self._full(x, stage) if is_inexact(value) else Staged(Jet(value), init.stage)
 
-    def _scan(self, eqn: JaxprEqn, operands: Sequence[Given]) -> list[Given]:
+    def _scan(self, eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
         n_consts, n_carry = scan_counts(eqn)
         n = n_consts + n_carry
         consts = list(map(self.shared, operands[:n_consts]))
@@ -141,13 +141,13 @@ class Containers:
         out = self._rebound(eqn, [*consts, *carried, *scanned], [step])
         return [*out[:n_carry], *self._turned(out[n_carry:])]
 
-    def _turned(self, values: Sequence[Given]) -> list[Given]:
+    def _turned(self, values: Sequence[Value]) -> list[Value]:
         """Swaps the axis of stacked directions with the scanned axis. Stacked directions come first
         outside of a loop; the scanned axis comes first where a loop takes and returns it."""
         turn = lambda s, key: s if self.plan.size(key) is None else jnp.swapaxes(s, 0, 1)
         return [x.map(turn) if isinstance(x, Staged) else x for x in values]
 
-    def _while(self, eqn: JaxprEqn, operands: Sequence[Given]) -> list[Given]:
+    def _while(self, eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
         test, body = bodies_of(eqn)
         first, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         top = _highest(eqn, operands)
@@ -170,7 +170,7 @@ class Containers:
 
     # Branches.
 
-    def _cond(self, eqn: JaxprEqn, operands: Sequence[Given]) -> list[Given]:
+    def _cond(self, eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
         index, *rest = operands
         places = range(1, len(operands))
         branches = [lambda *rest, b=b: self._inside(b, rest, places=places) for b in bodies_of(eqn)]
@@ -186,14 +186,14 @@ class Containers:
 
     # Others, entered only where there are no streams.
 
-    def _checkpoint(self, eqn: JaxprEqn, operands: Sequence[Given]) -> list[Given]:
+    def _checkpoint(self, eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
         policy = eqn.params.get("policy")
         if policy:
             # The policy was written for products that have become mixed ones.
             eqn = eqn.replace(params={**eqn.params, "policy": translate(policy)})
         return self._once(eqn, operands)
 
-    def _once(self, eqn: JaxprEqn, operands: Sequence[Given]) -> list[Given]:
+    def _once(self, eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
         return rebind(eqn, operands, [lambda *args: self._inside(bodies_of(eqn)[0], args)])
 
 
@@ -209,11 +209,11 @@ ENTERED = {
 }
 
 
-def _stages(values: Iterable[Given]) -> list[int]:
+def _stages(values: Iterable[Value]) -> list[int]:
     return [x.stage for x in values if isinstance(x, Staged)]
 
 
-def _highest(eqn: JaxprEqn, operands: Sequence[Given]) -> int:
+def _highest(eqn: JaxprEqn, operands: Sequence[Value]) -> int:
     """Returns the highest stage that a value in a loop may have."""
     return WILD if WILD in _stages(operands) or takes_derivatives(eqn) else DEEP
 

@@ -23,7 +23,7 @@ from ..program._jaxpr import (
 )
 from ..program._lines import line_of
 from ..program._reverse import linear_by_pullback
-from ._storage import Given, Staged, Storage, array_of, typed
+from ._storage import Staged, Storage, Value, array_of, typed
 from .taylor._jets import Jet, is_inexact
 
 
@@ -100,10 +100,10 @@ def _as_recorded(eqn: JaxprEqn, out: Sequence[Any], of: Sequence[Any]) -> list[A
 # The derivative is traced separately for each use, since it depends on which operands have tangents
 # and on what that use keeps. Operands and results are arrays, or values without streams.
 
-Evaluate = Callable[[ClosedJaxpr, Sequence[Given]], list[Given]]
+Evaluate = Callable[[ClosedJaxpr, Sequence[Value]], list[Value]]
 
 
-def custom_jvp(eqn: JaxprEqn, operands: Sequence[Given], evaluate: Evaluate) -> list[Given]:
+def custom_jvp(eqn: JaxprEqn, operands: Sequence[Value], evaluate: Evaluate) -> list[Value]:
     """Returns the results of a `custom_jvp_call`. `evaluate` evaluates both the function and its
     derivative."""
 
@@ -119,7 +119,7 @@ def custom_jvp(eqn: JaxprEqn, operands: Sequence[Given], evaluate: Evaluate) -> 
     return _with_tangents(eqn, operands, evaluate, push)
 
 
-def custom_vjp(eqn: JaxprEqn, operands: Sequence[Given], evaluate: Evaluate) -> list[Given]:
+def custom_vjp(eqn: JaxprEqn, operands: Sequence[Value], evaluate: Evaluate) -> list[Value]:
     """Returns the results of a `custom_vjp_call`. `evaluate` evaluates both of its rules."""
 
     def push(primals, tangents, moving, like):
@@ -144,8 +144,8 @@ _CUSTOM = {"custom_jvp_call": custom_jvp, "custom_vjp_call": custom_vjp}
 
 
 def _with_tangents(
-    eqn: JaxprEqn, operands: Sequence[Given], evaluate: Evaluate, push: Callable
-) -> list[Given]:
+    eqn: JaxprEqn, operands: Sequence[Value], evaluate: Evaluate, push: Callable
+) -> list[Value]:
     """Calls the function of an equation with `push` as its derivative. `push` takes the operands,
     their tangents, the positions of the operands with tangents, and the results' types."""
     (closed,) = bodies_of(eqn)
@@ -175,7 +175,7 @@ def _with_tangents(
     return function(*operands)
 
 
-def _in_dtypes(values: Sequence[Given], like: Sequence[Any]) -> list[Any]:
+def _in_dtypes(values: Sequence[Value], like: Sequence[Any]) -> list[Any]:
     pairs = zip(map(array_of, values), like, strict=True)
     return [jnp.asarray(x, y.dtype) if is_inexact(y) else x for x, y in pairs]
 

@@ -12,7 +12,7 @@ from ..program._flat import Flat, Step, read
 from ..program._jaxpr import aval_of, own_bind
 from ._roles import AbstractRole
 from ._segments import Part, parts_of, signature
-from ._storage import Given, Staged, Storage, jet_of, typed
+from ._storage import Staged, Storage, Value, jet_of, typed
 from .taylor._jets import Jet, is_traced, primal_of
 
 
@@ -33,7 +33,7 @@ class AbstractEvaluator(abc.ABC, Generic[_Role]):
     storage: Storage
     around: tuple[JaxprEqn, ...]
 
-    def _run(self, flat: Flat, env: dict[int, Any], roles: _Role) -> list[Given]:
+    def _run(self, flat: Flat, env: dict[int, Any], roles: _Role) -> list[Value]:
         """Returns the results of a program, given its constants and operands in `env`."""
         alike: dict[Hashable, Callable] = {}
         for part in parts_of(flat, roles):
@@ -165,7 +165,7 @@ class AbstractEvaluator(abc.ABC, Generic[_Role]):
         """Records an equation, if anybody asks for a report."""
 
 
-def entering(flat: Flat, operands: Sequence[Given]) -> tuple[dict[int, Any], dict[int, int]]:
+def entering(flat: Flat, operands: Sequence[Value]) -> tuple[dict[int, Any], dict[int, int]]:
     """Returns the values of the constants and operands of a program, and the stages of those that
     depend on the point."""
     env: dict[int, Any] = {k: c.value for k, c in flat.constants.items()}

@@ -31,7 +31,7 @@ from ._near import near_numbers, summed_in
 from ._products import FULL, full_product, gives_way, half_product, is_biased, split_product
 from ._roles import AbstractRole, as_key, is_wild
 from ._segments import Part, is_light, multiplied_only
-from ._storage import DEEP, WILD, Given, Staged, Storage, array_of
+from ._storage import DEEP, WILD, Staged, Storage, Value, array_of
 from .taylor._jets import Jet, cast, is_inexact, primal_of
 from .taylor._moments import moments_p, with_moments
 from .taylor._plan import Plan
@@ -361,7 +361,7 @@ class Mixed(AbstractEvaluator[MixedRole]):
         given = list(map(roles.staged, step.inputs, operands))
         return list(map(array_of, enter(step.eqn, given)))
 
-    def _shared(self, x: Given) -> Given:
+    def _shared(self, x: Value) -> Value:
         """Returns a value that all steps of a loop take, as a master: its cotangents add up over
         the steps. Values that may be of any size stay as they are."""
         loaded = self.storage.loaded(x)

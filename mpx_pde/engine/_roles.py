@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn
 from ..program import _tables as tables
 from ..program._flat import Constant, Flat, Step, variables
 from ..program._jaxpr import bodies_of
-from ._storage import DEEP, FIRST, RAW, WILD, Given, Staged
+from ._storage import DEEP, FIRST, RAW, WILD, Staged, Value
 from .taylor._jets import Jet, Operand
 
 
@@ -61,7 +61,7 @@ class AbstractRole(abc.ABC):
     def stage_of(self, x: int | Constant) -> int | None:
         """Returns how far an operand is from the point; `None` if it does not depend on it."""
 
-    def staged(self, x: int | Constant, value: Operand) -> Given:
+    def staged(self, x: int | Constant, value: Operand) -> Value:
         """Returns the value of an operand as it enters a program."""
         if not isinstance(value, Jet):
             return value

@@ -27,7 +27,7 @@ from ._roles import (
     stage_after,
     still_in,
 )
-from ._storage import DEEP, RAW, Given, Staged, jet_of
+from ._storage import DEEP, RAW, Staged, Value, jet_of
 from .taylor._jets import Jet, Operand, is_inexact
 from .taylor._plan import Index, Plan
 
@@ -110,7 +110,7 @@ class StreamRole(AbstractRole):
         if stage is not None:
             self.reached.update(dict.fromkeys(step.outputs, stage))
 
-    def received(self, step: Step, out: Sequence[Given]) -> list[Operand]:
+    def received(self, step: Step, out: Sequence[Value]) -> list[Operand]:
         """Returns the results of an equation that holds programs, and records how far they are from
         the point."""
         for x, value in zip(step.outputs, out, strict=True):

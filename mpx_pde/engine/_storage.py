@@ -40,15 +40,15 @@ class Staged:
         return Staged(self.jet.only(keys), self.stage)
 
 
-Given = Any
+Value = Any
 """A [`Staged`][] value, or an array that does not depend on the point."""
 
 
-def jet_of(x: Given) -> Operand:
+def jet_of(x: Value) -> Operand:
     return x.jet if isinstance(x, Staged) else x
 
 
-def array_of(x: Given) -> Any:
+def array_of(x: Value) -> Any:
     """Returns a value without its streams."""
     return primal_of(jet_of(x))
 
