@@ -39,7 +39,7 @@ class Containers:
     - `halves`: the positions of operands of the equation that are effectively half, such as
         masters.
     - `scaled`: the streams that are kept in half with a scale, if the forward pass is in full.
-    - `found`: which of these overflowed in the last evaluation.
+    - `overflows`: which of these overflowed in the last evaluation.
     """
 
     plan: Plan
@@ -48,7 +48,7 @@ class Containers:
     shared: Callable[[Value], Value]
     halves: Collection[int] = ()
     scaled: Collection[Index] = ()
-    found: dict[Index, Any] = dataclasses.field(default_factory=dict)
+    overflows: dict[Index, Any] = dataclasses.field(default_factory=dict)
 
     def __call__(self, eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
         return ENTERED[eqn.primitive.name](self, eqn, operands)
@@ -65,14 +65,14 @@ class Containers:
         halves = {k for k, i in enumerate(places) if i in self.halves}
         return self.program(closed, operands, carried=carried, halves=halves)
 
-    def _telling(self, body: Callable[..., list]) -> Callable[..., list]:
+    def _with_overflows(self, body: Callable[..., list]) -> Callable[..., list]:
         """Returns a body that appends to its results which streams overflowed in it."""
 
         def run(*values):
             out, no = body(*values), jnp.zeros((), bool)
-            found = [self.found.pop(key, no) for key in self.scaled]
+            does = [self.overflows.pop(key, no) for key in self.scaled]
             # Branches must agree on the axes of a `shard_map`.
-            marked = match_varying_axes(*found, *jax.tree.leaves(values)) if found else []
+            marked = match_varying_axes(*does, *jax.tree.leaves(values)) if does else []
             return [*out, dict(zip(self.scaled, marked, strict=False))]
 
         return run
@@ -80,12 +80,12 @@ class Containers:
     def _rebound(
         self, eqn: JaxprEqn, operands: Sequence[Value], bodies: Sequence[Callable[..., list]]
     ) -> list[Value]:
-        *out, found = rebind(eqn, operands, list(map(self._telling, bodies)))
-        self.found.update({key: jnp.any(does) for key, does in found.items()})
+        *out, overflows = rebind(eqn, operands, list(map(self._with_overflows, bodies)))
+        self.overflows.update({key: jnp.any(x) for key, x in overflows.items()})
         return out
 
     def _shapes(self, body: Callable[..., list], *values: Any) -> list:
-        return jax.eval_shape(self._telling(body), *values)[:-1]
+        return jax.eval_shape(self._with_overflows(body), *values)[:-1]
 
     # Loops.
 
@@ -161,7 +161,7 @@ class Containers:
 
         def step(*values):
             out = self._inside(body, values, (), (*range(first, n), *carry))
-            self.found.clear()  # It has no backward pass.
+            self.overflows.clear()  # It has no backward pass.
             return [self._carried(y, x, top) for y, x in zip(out, values[n_body:], strict=True)]
 
         outside = map(self.shared, operands[:n])

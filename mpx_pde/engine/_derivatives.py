@@ -27,7 +27,7 @@ from ._custom import own_in_compute_dtype
 from ._evaluate import AbstractEvaluator, entering
 from ._products import Product, is_biased, is_weighted, only_names
 from ._segments import Part, StreamRole, roles_of
-from ._storage import Storage, tell
+from ._storage import Storage, add_overflow
 from .taylor._jets import Jet, is_inexact, is_traced
 from .taylor._known import folded, only_moves
 from .taylor._moments import with_moments
@@ -87,7 +87,7 @@ class Scaled:
         for jet in values:
             for key, x in jet.streams.items() if isinstance(jet, Jet) else ():
                 if is_traced(x):
-                    tell(out, key, jnp.any(jnp.abs(x) > limit))
+                    add_overflow(out, key, jnp.any(jnp.abs(x) > limit))
         return out
 
 
@@ -104,7 +104,7 @@ class Derivatives(AbstractEvaluator[StreamRole]):
     - `note`: called for each equation that depends on the point, with its line, the rule, and the
         precision of a product. If given, equal layers are not shared.
     - `scaled`: the scales of streams that the loss around keeps in half.
-    - `lost`: called with a stream of these and whether it overflows.
+    - `on_overflow`: called with a stream of these and whether it overflows.
     - `caller`: the place where the derivatives are asked for. A product in a layer of a library,
         which has no line of the user's, is attributed to it.
     - `around`: the containers whose inside is evaluated, outermost first.
@@ -115,7 +115,7 @@ class Derivatives(AbstractEvaluator[StreamRole]):
     product: Product
     note: Callable[[Step, str, str, str], None] | None = None
     scaled: Scaled | None = None
-    lost: Callable[[Index, Any], None] | None = None
+    on_overflow: Callable[[Index, Any], None] | None = None
     caller: Any = None
     around: tuple[JaxprEqn, ...] = ()
 
@@ -152,11 +152,11 @@ class Derivatives(AbstractEvaluator[StreamRole]):
     def _part(self, part: Part, env: dict[int, Any], roles: StreamRole, alike: dict) -> None:
         for step in part.steps:
             roles.reach(step)
-        if not part.alone and self.lost is not None and self.scaled is not None:
+        if not part.alone and self.on_overflow is not None and self.scaled is not None:
             # A loss may keep the values that enter a layer.
             kept = [env[k] for k in part.inputs if k in roles.stored]
             for key, does in self.scaled.overflows(kept).items():
-                self.lost(key, does)
+                self.on_overflow(key, does)
         if part.alone or self.product.open or not (part.multiplies or part.checkpointed):
             self._directly(part, env, roles)
         else:
@@ -197,7 +197,7 @@ class Derivatives(AbstractEvaluator[StreamRole]):
             assert np.shape(stream) == want, (key, np.shape(stream), want)
         return self.storage.computed(value.only(roles.asked_of(x)), aval.dtype)
 
-    def _tell(self, step: Step, rule: str, precision: str = "") -> None:
+    def _record(self, step: Step, rule: str, precision: str = "") -> None:
         """Notes the rule of an equation, and the precision that a product was multiplied in."""
         if self.note is not None:
             self.note(step, self._line(step), rule, precision)
@@ -214,7 +214,7 @@ class Derivatives(AbstractEvaluator[StreamRole]):
         eqn, name = step.eqn, step.name
         if only_names(eqn, operands, self.storage):
             # The value stays as it is and is loaded each time that it is used.
-            self._tell(step, "convert")
+            self._record(step, "convert")
             return operands
         biased = is_biased(eqn, operands, held)
         operands = aligned(eqn, self._loaded(step, operands, roles))
@@ -236,7 +236,7 @@ class Derivatives(AbstractEvaluator[StreamRole]):
         if biased or weighted:
             # A bias is added to the value only, not to its streams.
             out = [self.storage.rounding(x, () if multiplies else x.streams) for x in out]
-        self._tell(step, rule.name)
+        self._record(step, rule.name)
         return out
 
     def _loaded(self, step: Step, operands: Sequence[Any], roles: StreamRole) -> list[Any]:
@@ -253,9 +253,9 @@ class Derivatives(AbstractEvaluator[StreamRole]):
     def _entered(self, step: Step, operands: list[Any], roles: StreamRole) -> list[Any]:
         eqn, around = step.eqn, (*self.around, *step.calls)
         operands = self._loaded(step, operands, roles)
-        found: dict[Index, Any] = {}
-        lost = self.lost and partial(tell, found)
-        inner = dataclasses.replace(self, lost=lost, around=(*around, eqn))
+        overflows: dict[Index, Any] = {}
+        on_overflow = self.on_overflow and partial(add_overflow, overflows)
+        inner = dataclasses.replace(self, on_overflow=on_overflow, around=(*around, eqn))
 
         def program(closed, operands, **options):
             out = inner.program(closed, operands, **options)
@@ -268,14 +268,14 @@ class Derivatives(AbstractEvaluator[StreamRole]):
             self.storage.loaded,
             shared=lambda x: x,
             halves=self.product.half_operands(step, operands, roles),
-            scaled=tuple(self.scaled.scales) if lost and self.scaled else (),
-            found=found,
+            scaled=tuple(self.scaled.scales) if on_overflow and self.scaled else (),
+            overflows=overflows,
         )
         given = list(map(roles.staged, step.inputs, operands))
         out = roles.received(step, enter(eqn, given))
-        while found and self.lost:
-            self.lost(*found.popitem())
-        self._tell(step, step.name)
+        while overflows and self.on_overflow:
+            self.on_overflow(*overflows.popitem())
+        self._record(step, step.name)
         if step.name not in tables.UNBOUNDED:
             return out
         why = _NO_REVERSE.format(line_of(eqn, around))
@@ -294,11 +294,11 @@ class Derivatives(AbstractEvaluator[StreamRole]):
             lengths = eqn.params["const_lengths"]
             # Parameters of the solver, such as a tolerance, do not enter the derivative.
             if not any(moving[: lengths.matvec + lengths.vecmat]):
-                self._tell(step, "linear")
+                self._record(step, "linear")
                 return self.rules.solved(own, operands, sum(lengths))
         asked = asks_what_moves(eqn)
         moves = [i for i, x in enumerate(step.inputs) if asked and x in roles.moving]
-        self._tell(step, "nested", "no rule: by nested forward mode")
+        self._record(step, "nested", "no rule: by nested forward mode")
         return self.rules.nested(own, operands, moves)
 
     def _multiplied(self, step: Step, operands: list[Any], roles: StreamRole) -> list[Any]:
@@ -313,7 +313,7 @@ class Derivatives(AbstractEvaluator[StreamRole]):
             # The product with a known direction is cheaper than that with a scaled one.
             scaled = self.scaled.all_of({k: s for k, s in out.streams.items() if k in known})
             out = dataclasses.replace(out, streams={**out.streams, **scaled})
-        self._tell(step, "product", how)
+        self._record(step, "product", how)
         return [out]
 
 

@@ -32,7 +32,7 @@ from ._custom import custom_in_compute_dtype, own_in_compute_dtype
 from ._derivatives import Derivatives, Scaled
 from ._facts import DATA, MASTER, Fact, size_of
 from ._products import Product
-from ._storage import RAW, Staged, Storage, tell, typed
+from ._storage import RAW, Staged, Storage, add_overflow, typed
 from .taylor._jets import Jet, is_inexact
 from .taylor._plan import Index, Plan
 from .taylor._rules import Rules
@@ -70,12 +70,12 @@ def _evaluator(
     rules: Rules,
     scales: Callable,
     note: list[Equation] | None,
-    lost: dict[Index, Array],
+    overflows: dict[Index, Array],
 ) -> Derivatives:
     """Builds the evaluator of a program: as the surrounding loss asks, else from its own arrays."""
-    told: dict[str, Any] = {"caller": source_info_util.current()}
+    options: dict[str, Any] = {"caller": source_info_util.current()}
     if note is not None:
-        told["note"] = lambda step, *how: note.append(Equation(step.name, *how))
+        options["note"] = lambda step, *how: note.append(Equation(step.name, *how))
     narrow = np.dtype(np.float32)
     forward, asked = present_forward(), asked_of_context()
     if forward is None and asked is not None and asked[0] == "autocast":
@@ -84,13 +84,16 @@ def _evaluator(
         # The loss around these derivatives decides about their products and what is kept.
         storage, product, along = Storage(narrow), Product(open=True), scales(forward.dtype)
         if along:
-            told |= {"scaled": Scaled(along, forward.dtype), "lost": partial(tell, lost)}
-        return Derivatives(rules, storage, product, **told)
+            options |= {
+                "scaled": Scaled(along, forward.dtype),
+                "on_overflow": partial(add_overflow, overflows),
+            }
+        return Derivatives(rules, storage, product, **options)
     dtype = half_of(closed) if forward is None else forward.dtype
     scaled = {} if dtype is None else scales(dtype)
     # Masters in float64 may be narrowed; a program that asks for float64 keeps it.
     storage = Storage(narrow, dtype, scaled, narrows=forward is not None)
-    return Derivatives(rules, storage, Product(masters=forward is not None), **told)
+    return Derivatives(rules, storage, Product(masters=forward is not None), **options)
 
 
 def propagate(
@@ -128,8 +131,8 @@ def propagate(
         with precision_of_user():
             closed = jax.make_jaxpr(fun)(point)
         rules = Rules(plan, weights, custom_in_compute_dtype, summed=not in_full_forward())
-        lost = dict[Index, Array]()
-        evaluator = _evaluator(closed, rules, scales, note, lost)
+        overflows = dict[Index, Array]()
+        evaluator = _evaluator(closed, rules, scales, note, overflows)
         if evaluator.scaled is not None:
             rules = dataclasses.replace(rules, factors=evaluator.scaled.weights(plan, weights))
             evaluator = dataclasses.replace(evaluator, rules=rules)
@@ -142,13 +145,13 @@ def propagate(
         asked = {*plan.asked, *rules.weights}
         (out,) = evaluator.program(closed, [Staged(Jet(point, streams), RAW)], asked)
         if not isinstance(out, Staged):
-            return widen(jnp.asarray(out)), {}, lost
+            return widen(jnp.asarray(out)), {}, overflows
         out = evaluator.storage.loaded(out.jet, closed.out_avals[0].dtype)
         if evaluator.scaled is not None:
             out = evaluator.scaled.leaving(out)
         shape = out.primal.shape
         full = {k: jnp.broadcast_to(x, plan.shape(k, shape)) for k, x in out.streams.items()}
-    return jnp.asarray(out.primal), full, lost
+    return jnp.asarray(out.primal), full, overflows
 
 
 class InForward(eqx.Module):

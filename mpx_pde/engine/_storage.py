@@ -134,7 +134,7 @@ class Storage:
         return jet.map(self.store)
 
 
-def tell(overflows: dict[Any, Any], key: Hashable, does: Any) -> None:
+def add_overflow(overflows: dict[Any, Any], key: Hashable, does: Any) -> None:
     """Records in `overflows` that the stream `key` overflows, or that it does not."""
     overflows[key] = overflows[key] | does if key in overflows else does
 
