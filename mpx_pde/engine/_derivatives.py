@@ -45,10 +45,12 @@ class Scaled:
     - `scales`: the scale of each stream and its inverse. The scale of a derivative is the product
         of those of its directions.
     - `half`: the dtype that the loss keeps values in.
+    - `overflows`: for each stream that is kept, whether it overflows.
     """
 
     scales: Mapping[Index, tuple[Any, Any]]
     half: np.dtype
+    overflows: dict[Index, Any] = dataclasses.field(default_factory=dict)
 
     def weights(self, plan: Plan, weights: Sequence[Sequence[Any]]) -> list[list[Any]]:
         """Returns the factors of the summands of each sum, for summands with their scales. Seeds
@@ -81,14 +83,15 @@ class Scaled:
     def _storage(self) -> Storage:
         return Storage(np.dtype("float32"), None, self.scales)
 
-    def overflows(self, values: Iterable[Any]) -> dict[Index, Any]:
-        """Returns which streams of some values overflow if they are kept."""
+    def kept(self, values: Iterable[Any]) -> None:
+        """Records which streams of some values overflow if they are kept."""
         limit, out = float(jnp.finfo(self.half).max), {}
         for jet in values:
             for key, x in jet.streams.items() if isinstance(jet, Jet) else ():
                 if is_traced(x):
                     add_overflow(out, key, jnp.any(jnp.abs(x) > limit))
-        return out
+        for key, overflows in out.items():
+            add_overflow(self.overflows, key, overflows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +107,6 @@ class Derivatives(AbstractEvaluator[StreamRole]):
     - `note`: called for each equation that depends on the point, with its line, the rule, and the
         precision of a product. If given, equal layers are not shared.
     - `scaled`: the scales of streams that the loss around keeps in half.
-    - `on_overflow`: called with a stream of these and whether it overflows.
     - `caller`: the place where the derivatives are asked for. A product in a layer of a library,
         which has no line of the user's, is attributed to it.
     - `around`: the containers whose inside is evaluated, outermost first.
@@ -115,7 +117,6 @@ class Derivatives(AbstractEvaluator[StreamRole]):
     product: Product
     note: Callable[[Step, str, str, str], None] | None = None
     scaled: Scaled | None = None
-    on_overflow: Callable[[Index, Any], None] | None = None
     caller: Any = None
     around: tuple[JaxprEqn, ...] = ()
 
@@ -152,11 +153,9 @@ class Derivatives(AbstractEvaluator[StreamRole]):
     def _part(self, part: Part, env: dict[int, Any], roles: StreamRole, alike: dict) -> None:
         for step in part.steps:
             roles.reach(step)
-        if not part.alone and self.on_overflow is not None and self.scaled is not None:
+        if not part.alone and self.scaled is not None:
             # A loss may keep the values that enter a layer.
-            kept = [env[k] for k in part.inputs if k in roles.stored]
-            for key, does in self.scaled.overflows(kept).items():
-                self.on_overflow(key, does)
+            self.scaled.kept(env[k] for k in part.inputs if k in roles.stored)
         if part.alone or self.product.open or not (part.multiplies or part.checkpointed):
             self._directly(part, env, roles)
         else:
@@ -253,9 +252,8 @@ class Derivatives(AbstractEvaluator[StreamRole]):
     def _entered(self, step: Step, operands: list[Any], roles: StreamRole) -> list[Any]:
         eqn, around = step.eqn, (*self.around, *step.calls)
         operands = self._loaded(step, operands, roles)
-        overflows: dict[Index, Any] = {}
-        on_overflow = self.on_overflow and partial(add_overflow, overflows)
-        inner = dataclasses.replace(self, on_overflow=on_overflow, around=(*around, eqn))
+        scaled = self.scaled and dataclasses.replace(self.scaled, overflows={})
+        inner = dataclasses.replace(self, scaled=scaled, around=(*around, eqn))
 
         def program(closed, operands, **options):
             out = inner.program(closed, operands, **options)
@@ -268,13 +266,13 @@ class Derivatives(AbstractEvaluator[StreamRole]):
             self.storage.loaded,
             shared=lambda x: x,
             halves=self.product.half_operands(step, operands, roles),
-            scaled=tuple(self.scaled.scales) if on_overflow and self.scaled else (),
-            overflows=overflows,
+            scaled=tuple(scaled.scales) if scaled else (),
+            overflows=scaled.overflows if scaled else {},
         )
         given = list(map(roles.staged, step.inputs, operands))
         out = roles.received(step, enter(eqn, given))
-        while overflows and self.on_overflow:
-            self.on_overflow(*overflows.popitem())
+        while scaled and self.scaled and scaled.overflows:
+            add_overflow(self.scaled.overflows, *scaled.overflows.popitem())
         self._record(step, step.name)
         if step.name not in tables.UNBOUNDED:
             return out

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -32,7 +31,7 @@ from ._custom import custom_in_compute_dtype, own_in_compute_dtype
 from ._derivatives import Derivatives, Scaled
 from ._facts import DATA, MASTER, Fact, size_of
 from ._products import Product
-from ._storage import RAW, Staged, Storage, add_overflow, typed
+from ._storage import RAW, Staged, Storage, typed
 from .taylor._jets import Jet, is_inexact
 from .taylor._plan import Index, Plan
 from .taylor._rules import Rules
@@ -66,11 +65,7 @@ def half_of(closed: ClosedJaxpr) -> np.dtype | None:
 
 
 def _evaluator(
-    closed: ClosedJaxpr,
-    rules: Rules,
-    scales: Callable,
-    note: list[Equation] | None,
-    overflows: dict[Index, Array],
+    closed: ClosedJaxpr, rules: Rules, scales: Callable, note: list[Equation] | None
 ) -> Derivatives:
     """Builds the evaluator of a program: as the surrounding loss asks, else from its own arrays."""
     options: dict[str, Any] = {"caller": source_info_util.current()}
@@ -84,10 +79,7 @@ def _evaluator(
         # The loss around these derivatives decides about their products and what is kept.
         storage, product, along = Storage(narrow), Product(open=True), scales(forward.dtype)
         if along:
-            options |= {
-                "scaled": Scaled(along, forward.dtype),
-                "on_overflow": partial(add_overflow, overflows),
-            }
+            options["scaled"] = Scaled(along, forward.dtype)
         return Derivatives(rules, storage, product, **options)
     dtype = half_of(closed) if forward is None else forward.dtype
     scaled = {} if dtype is None else scales(dtype)
@@ -131,9 +123,10 @@ def propagate(
         with precision_of_user():
             closed = jax.make_jaxpr(fun)(point)
         rules = Rules(plan, weights, custom_in_compute_dtype, summed=not in_full_forward())
-        overflows = dict[Index, Array]()
-        evaluator = _evaluator(closed, rules, scales, note, overflows)
+        evaluator = _evaluator(closed, rules, scales, note)
+        overflows: dict[Index, Array] = {}
         if evaluator.scaled is not None:
+            overflows = evaluator.scaled.overflows
             rules = dataclasses.replace(rules, factors=evaluator.scaled.weights(plan, weights))
             evaluator = dataclasses.replace(evaluator, rules=rules)
         streams: dict[Index, Any] = {(i,): x for i, x in enumerate(seeds) if (i,) in plan.indices}
