@@ -8,6 +8,5 @@ from ._entry import (
 )
 from ._mixed import Mixed as Mixed, Rule as Rule
 from ._products import beside as beside, multiplied_in as multiplied_in
-from .taylor._jets import primal_of as primal_of
 from .taylor._plan import Index as Index, Plan as Plan, make_plan as make_plan, sum_key as sum_key
 from .taylor._rules import KEPT_TERMS as KEPT_TERMS

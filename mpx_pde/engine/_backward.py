@@ -81,18 +81,24 @@ class Precisions(NamedTuple):
         with in_context_of(eqn):
             rounded = eqn.replace(params={**eqn.params, "out_dtype": self.half})
             (out,) = own_bind(rounded, operands)
-            if self.half == np.float16:
-                out = lax.select(lax.is_finite(out), out, lax.full_like(out, jnp.nan))
-            return [out.astype(eqn.params["out_dtype"])]
+            return [_overflow_as_nan(out).astype(eqn.params["out_dtype"])]
 
     def kept(self, x: Any, made: Step) -> Any:
-        """Rounds an array that a step made. What overflows becomes NaN, so that it is seen."""
+        """Rounds an array that a step made."""
         with in_context_of(made.eqn), jax.named_scope(KEPT_IN_HALF):
-            half = x.astype(self.half)
-            if self.half == np.float16:
-                lost = lax.is_finite(x) & ~lax.is_finite(half)
-                half = lax.select(lost, lax.full_like(half, jnp.nan), half)
-            return lax.optimization_barrier(half)
+            return lax.optimization_barrier(_overflow_as_nan(x.astype(self.half), x))
+
+
+def _overflow_as_nan(half: Any, unrounded: Any = None) -> Any:
+    """Returns values in half with NaN in place of each that overflowed, so that it is seen. Without
+    the `unrounded` values, an infinity counts as one. bfloat16 has the range of float32."""
+    if half.dtype != np.float16:
+        return half
+    if unrounded is None:
+        lost = ~lax.is_finite(half)
+    else:
+        lost = lax.is_finite(unrounded) & ~lax.is_finite(half)
+    return lax.select(lost, lax.full_like(half, jnp.nan), half)
 
 
 @jax.tree_util.register_dataclass
@@ -187,7 +193,7 @@ class Again:
         while pending:
             k = pending[-1]
             there = k in self.env or k in self.values.kept or k in self.values.given
-            missing = [] if there else self._missing(k)
+            missing = () if there else [y for y in self.made[k].variables if y not in self.env]
             if missing:
                 pending.extend(missing)
                 continue
@@ -204,17 +210,15 @@ class Again:
             self.before, self.gradients = self.gradients, []
         return lax.optimization_barrier((x, *self.before))[0] if self.before else x
 
-    def _missing(self, k: int) -> list[int]:
-        return [x for x in self.made[k].variables if x not in self.env]
-
     def _make(self, k: int) -> None:
         if k in self.values.given:
             self.env[k] = self._in_turn(self.values.given[k])
             return
         if k in self.values.kept:
             x, step = self._in_turn(self.values.kept[k]), self.made.get(k)
-            wide = x if step is None or not self.plan.kept[k] else _wide_of(step, k)
-            self.env[k] = x if wide is x else x.astype(wide)
+            if step is not None and self.plan.kept[k]:
+                x = x.astype(aval_of(step.eqn.outvars[step.outputs.index(k)]).dtype)
+            self.env[k] = x
             return
         step = self.made[k]
         operands = [read(x, self.env) for x in step.inputs]
@@ -223,10 +227,6 @@ class Again:
         else:
             out = self.by.bind(step, operands, backward=False)
         self.env.update(zip(step.outputs, out, strict=True))
-
-
-def _wide_of(step: Step, k: int) -> Any:
-    return aval_of(step.eqn.outvars[step.outputs.index(k)]).dtype
 
 
 def run_backward(

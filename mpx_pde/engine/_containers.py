@@ -17,12 +17,11 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from .._util._varying import match_varying_axes
 from ..checkpoint_policies import translate
-from ..program import _tables as tables
 from ..program._jaxpr import bodies_of
 from ..program._rebind import rebind, scan_counts
 from ._custom import custom_jvp, custom_vjp
 from ._roles import takes_derivatives
-from ._storage import DEEP, WILD, Given, Staged, array_of
+from ._storage import DEEP, WILD, Staged, Value, array_of
 from .taylor._jets import Jet, cast, is_inexact
 from .taylor._plan import Index, Plan
 
@@ -35,64 +34,58 @@ class Containers:
 
     - `plan`: the streams.
     - `program`: evaluates a jaxpr.
-    - `loaded`: casts a value, given its dtype in the program, to the dtype that it is computed in.
-        All values cross a border in this form.
+    - `loaded`: casts a value to the dtype that it is computed in. Loops carry values in this form.
+    - `shared`: returns a value in the form in which all steps of a loop take it.
     - `halves`: the positions of operands of the equation that are effectively half, such as
         masters.
-    - `mixed`: whether each equation has a precision of its own. Values then cross as they are
-        stored, except for what loops carry. A value that enters a loop from outside becomes a
-        master, because its cotangents add up over the steps, unless it may be of any size.
     - `scaled`: the streams that are kept in half with a scale, if the forward pass is in full.
-    - `found`: which of these overflowed in the last evaluation.
+    - `overflows`: which of these overflowed in the last evaluation.
     """
 
     plan: Plan
-    program: Callable[..., list[Given]]
-    loaded: Callable[..., Given]
+    program: Callable[..., list[Value]]
+    loaded: Callable[[Value], Value]
+    shared: Callable[[Value], Value]
     halves: Collection[int] = ()
-    mixed: bool = False
     scaled: Collection[Index] = ()
-    found: dict[Index, Any] = dataclasses.field(default_factory=dict)
+    overflows: dict[Index, Any] = dataclasses.field(default_factory=dict)
 
-    def __call__(self, eqn: JaxprEqn, operands: Sequence[Given]) -> list[Given]:
-        return _ENTERED[eqn.primitive.name](self, eqn, operands)
+    def __call__(self, eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
+        return ENTERED[eqn.primitive.name](self, eqn, operands)
 
     def _inside(
         self,
         closed: ClosedJaxpr,
-        operands: Sequence[Given],
+        operands: Sequence[Value],
         carried: Sequence[tuple[int, int]] | None = None,
         places: Iterable[int] | None = None,
-    ) -> list[Given]:
+    ) -> list[Value]:
         """Evaluates a body whose operands are those at `places` of the equation, by default all."""
         places = range(len(operands)) if places is None else places
         halves = {k for k, i in enumerate(places) if i in self.halves}
-        out = self.program(closed, operands, carried=carried, halves=halves)
-        if self.mixed:
-            return out
-        return [self.loaded(x, aval.dtype) for x, aval in zip(out, closed.out_avals, strict=True)]
+        return self.program(closed, operands, carried=carried, halves=halves)
 
-    def _telling(self, body: Callable[..., list]) -> Callable[..., list]:
+    def _with_overflows(self, body: Callable[..., list]) -> Callable[..., list]:
         """Returns a body that appends to its results which streams overflowed in it."""
 
         def run(*values):
             out, no = body(*values), jnp.zeros((), bool)
-            found = [self.found.pop(key, no) for key in self.scaled]
+            does = [self.overflows.pop(key, no) for key in self.scaled]
             # Branches must agree on the axes of a `shard_map`.
-            marked = match_varying_axes(*found, *jax.tree.leaves(values)) if found else []
+            marked = match_varying_axes(*does, *jax.tree.leaves(values)) if does else []
             return [*out, dict(zip(self.scaled, marked, strict=False))]
 
         return run
 
     def _rebound(
-        self, eqn: JaxprEqn, operands: Sequence[Given], bodies: Sequence[Callable[..., list]]
-    ) -> list[Given]:
-        *out, found = rebind(eqn, operands, list(map(self._telling, bodies)))
-        self.found.update({key: jnp.any(does) for key, does in found.items()})
+        self, eqn: JaxprEqn, operands: Sequence[Value], bodies: Sequence[Callable[..., list]]
+    ) -> list[Value]:
+        *out, overflows = rebind(eqn, operands, list(map(self._with_overflows, bodies)))
+        self.overflows.update({key: jnp.any(x) for key, x in overflows.items()})
         return out
 
     def _shapes(self, body: Callable[..., list], *values: Any) -> list:
-        return jax.eval_shape(self._telling(body), *values)[:-1]
+        return jax.eval_shape(self._with_overflows(body), *values)[:-1]
 
     # Loops.
 
@@ -107,10 +100,6 @@ class Containers:
             streams[key] = jnp.broadcast_to(stream, self.plan.shape(key, jnp.shape(jet.primal)))
         return Staged(Jet(jnp.asarray(jet.primal), streams), stage)
 
-    def _outside(self, values: Sequence[Given]) -> list[Any]:
-        loaded = map(self.loaded, values)
-        return [x if getattr(x, "stage", None) == WILD else array_of(x) for x in loaded]
-
     def _carried(self, x: Any, init: Any, stage: int) -> Any:
         """Returns a value that a step hands on, in the same form as the `init` it was given."""
         if not isinstance(init, Staged):
@@ -121,12 +110,11 @@ class Containers:
         value = array_of(x)
         return self._full(x, stage) if is_inexact(value) else Staged(Jet(value), init.stage)
 
-    def _scan(self, eqn: JaxprEqn, operands: Sequence[Given]) -> list[Given]:
+    def _scan(self, eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
         n_consts, n_carry = scan_counts(eqn)
         n = n_consts + n_carry
-        consts, init = list(operands[:n_consts]), operands[n_consts:n]
-        if self.mixed:
-            consts, init = self._outside(consts), list(map(self.loaded, init))
+        consts = list(map(self.shared, operands[:n_consts]))
+        init = list(map(self.loaded, operands[n_consts:n]))
         top = _highest(eqn, operands)
         others = (s for s in _stages(operands) if s < WILD)
         stage = max((*_stages(init), *others), default=DEEP)
@@ -153,13 +141,13 @@ class Containers:
         out = self._rebound(eqn, [*consts, *carried, *scanned], [step])
         return [*out[:n_carry], *self._turned(out[n_carry:])]
 
-    def _turned(self, values: Sequence[Given]) -> list[Given]:
+    def _turned(self, values: Sequence[Value]) -> list[Value]:
         """Swaps the axis of stacked directions with the scanned axis. Stacked directions come first
         outside of a loop; the scanned axis comes first where a loop takes and returns it."""
         turn = lambda s, key: s if self.plan.size(key) is None else jnp.swapaxes(s, 0, 1)
         return [x.map(turn) if isinstance(x, Staged) else x for x in values]
 
-    def _while(self, eqn: JaxprEqn, operands: Sequence[Given]) -> list[Given]:
+    def _while(self, eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
         test, body = bodies_of(eqn)
         first, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         top = _highest(eqn, operands)
@@ -167,22 +155,22 @@ class Containers:
         carry = range(n, len(operands))
 
         def proceed(*values):
-            # In registers, like the step, and from the values alone.
+            # In the compute dtype, like the step, and from the values alone.
             bare = [x.only(()) if isinstance(x, Staged) else x for x in values]
             return list(map(array_of, self._inside(test, bare, (), (*range(first), *carry))))
 
         def step(*values):
             out = self._inside(body, values, (), (*range(first, n), *carry))
-            self.found.clear()  # It has no backward pass.
+            self.overflows.clear()  # It has no backward pass.
             return [self._carried(y, x, top) for y, x in zip(out, values[n_body:], strict=True)]
 
-        outside = self._outside(operands[:n]) if self.mixed else operands[:n]
+        outside = map(self.shared, operands[:n])
         init = [self._full(self.loaded(x), top) for x in operands[n:]]
         return rebind(eqn, [*outside, *init], [proceed, step])
 
     # Branches.
 
-    def _cond(self, eqn: JaxprEqn, operands: Sequence[Given]) -> list[Given]:
+    def _cond(self, eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
         index, *rest = operands
         places = range(1, len(operands))
         branches = [lambda *rest, b=b: self._inside(b, rest, places=places) for b in bodies_of(eqn)]
@@ -198,19 +186,18 @@ class Containers:
 
     # Others, entered only where there are no streams.
 
-    def _checkpoint(self, eqn: JaxprEqn, operands: Sequence[Given]) -> list[Given]:
+    def _checkpoint(self, eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
         policy = eqn.params.get("policy")
         if policy:
             # The policy was written for products that have become mixed ones.
             eqn = eqn.replace(params={**eqn.params, "policy": translate(policy)})
-        run = partial(self.program, bodies_of(eqn)[0], halves=self.halves)
-        return rebind(eqn, operands, [lambda *args: run(args)])
+        return self._once(eqn, operands)
 
-    def _once(self, eqn: JaxprEqn, operands: Sequence[Given]) -> list[Given]:
+    def _once(self, eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
         return rebind(eqn, operands, [lambda *args: self._inside(bodies_of(eqn)[0], args)])
 
 
-_ENTERED = {
+ENTERED = {
     "scan": Containers._scan,
     "while": Containers._while,
     "cond": Containers._cond,
@@ -222,17 +209,11 @@ _ENTERED = {
 }
 
 
-def enters(eqn: JaxprEqn, *, mixed: bool = False) -> bool:
-    """Returns whether an equation is entered here. `mixed` means that there are no streams, and
-    each equation has a precision of its own."""
-    return eqn.primitive.name in (_ENTERED if mixed else tables.LOOPS)
-
-
-def _stages(values: Iterable[Given]) -> list[int]:
+def _stages(values: Iterable[Value]) -> list[int]:
     return [x.stage for x in values if isinstance(x, Staged)]
 
 
-def _highest(eqn: JaxprEqn, operands: Sequence[Given]) -> int:
+def _highest(eqn: JaxprEqn, operands: Sequence[Value]) -> int:
     """Returns the highest stage that a value in a loop may have."""
     return WILD if WILD in _stages(operands) or takes_derivatives(eqn) else DEEP
 

@@ -11,6 +11,7 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ..program import _tables as tables
+from ..program._flat import Step, evaluated, flatten
 from ..program._jaxpr import (
     aval_of,
     bodies_of,
@@ -19,35 +20,34 @@ from ..program._jaxpr import (
     own_bind,
     pullback,
     pushforward,
-    walk,
 )
 from ..program._lines import line_of
 from ..program._reverse import linear_by_pullback
-from ._storage import Given, Staged, Storage, array_of, typed
+from ._storage import Staged, Storage, Value, array_of, typed
 from .taylor._jets import Jet, is_inexact
 
 
-def own_in_registers(eqn: JaxprEqn, args: Sequence[Any], storage: Storage) -> list[Any]:
-    """Binds an equation to values in registers.
+def own_in_compute_dtype(eqn: JaxprEqn, args: Sequence[Any], storage: Storage) -> list[Any]:
+    """Binds an equation to values in the compute dtype.
 
     An equation that holds a program runs in the program's own dtypes, except for functions with
     custom derivatives and for scatters. An equation in float64 also keeps its own dtypes if the
-    registers are narrower.
+    compute dtype is narrower.
     """
     name = eqn.primitive.name
     if name in _CUSTOM:
-        return custom_in_registers(eqn, args)
+        return custom_in_compute_dtype(eqn, args)
     if name in tables.JAX_PRODUCTS and is_inexact(aval_of(eqn.outvars[0])):
-        dtype = jnp.promote_types(aval_of(eqn.outvars[0]).dtype, storage.registers)
+        dtype = jnp.promote_types(aval_of(eqn.outvars[0]).dtype, storage.compute)
         eqn = eqn.replace(params={**eqn.params, "preferred_element_type": dtype})
-    wide = {x.dtype for x in args if is_inexact(x)} - {storage.registers}
+    wide = {x.dtype for x in args if is_inexact(x)} - {storage.compute}
     programs = "update_jaxpr" not in eqn.params and bool(jaxprs_in(eqn))
     if not programs and not any(d.itemsize > 4 for d in wide if d.kind == "f"):
         return own_bind(eqn, args)
     return [storage.constant(x) for x in own_bind(eqn, typed(eqn, args))]
 
 
-def custom_in_registers(eqn: JaxprEqn, args: Sequence[Any]) -> list:
+def custom_in_compute_dtype(eqn: JaxprEqn, args: Sequence[Any]) -> list:
     """Evaluates a function with a custom derivative on operands that are wider (or narrower) than
     it was traced with.
 
@@ -59,8 +59,8 @@ def custom_in_registers(eqn: JaxprEqn, args: Sequence[Any]) -> list:
         out = own_bind(eqn, [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in args])
         return _as_recorded(eqn, out, eqn.outvars)
     parts = (jnp.finfo(x.dtype).dtype for x in args if is_inexact(x))
-    registers = Storage(max(parts, key=lambda dtype: dtype.itemsize), narrows=True)
-    evaluate = lambda closed, args: _evaluate(closed, list(map(array_of, args)), registers)
+    storage = Storage(max(parts, key=lambda dtype: dtype.itemsize), narrows=True)
+    evaluate = lambda closed, args: _evaluate(closed, list(map(array_of, args)), storage)
     return _CUSTOM[eqn.primitive.name](eqn, args, evaluate)
 
 
@@ -68,7 +68,7 @@ def bind_recorded(eqn: JaxprEqn, args: Sequence[Any]) -> list:
     """Binds an equation. Functions with a derivative of their own return arrays of the shapes that
     the equation records."""
     own = eqn.primitive.name in tables.CUSTOM
-    return custom_in_registers(eqn, args) if own else own_bind(eqn, args)
+    return custom_in_compute_dtype(eqn, args) if own else own_bind(eqn, args)
 
 
 def _as_recorded(eqn: JaxprEqn, out: Sequence[Any], of: Sequence[Any]) -> list[Any]:
@@ -100,10 +100,10 @@ def _as_recorded(eqn: JaxprEqn, out: Sequence[Any], of: Sequence[Any]) -> list[A
 # The derivative is traced separately for each use, since it depends on which operands have tangents
 # and on what that use keeps. Operands and results are arrays, or values without streams.
 
-Evaluate = Callable[[ClosedJaxpr, Sequence[Given]], list[Given]]
+Evaluate = Callable[[ClosedJaxpr, Sequence[Value]], list[Value]]
 
 
-def custom_jvp(eqn: JaxprEqn, operands: Sequence[Given], evaluate: Evaluate) -> list[Given]:
+def custom_jvp(eqn: JaxprEqn, operands: Sequence[Value], evaluate: Evaluate) -> list[Value]:
     """Returns the results of a `custom_jvp_call`. `evaluate` evaluates both the function and its
     derivative."""
 
@@ -119,7 +119,7 @@ def custom_jvp(eqn: JaxprEqn, operands: Sequence[Given], evaluate: Evaluate) -> 
     return _with_tangents(eqn, operands, evaluate, push)
 
 
-def custom_vjp(eqn: JaxprEqn, operands: Sequence[Given], evaluate: Evaluate) -> list[Given]:
+def custom_vjp(eqn: JaxprEqn, operands: Sequence[Value], evaluate: Evaluate) -> list[Value]:
     """Returns the results of a `custom_vjp_call`. `evaluate` evaluates both of its rules."""
 
     def push(primals, tangents, moving, like):
@@ -144,8 +144,8 @@ _CUSTOM = {"custom_jvp_call": custom_jvp, "custom_vjp_call": custom_vjp}
 
 
 def _with_tangents(
-    eqn: JaxprEqn, operands: Sequence[Given], evaluate: Evaluate, push: Callable
-) -> list[Given]:
+    eqn: JaxprEqn, operands: Sequence[Value], evaluate: Evaluate, push: Callable
+) -> list[Value]:
     """Calls the function of an equation with `push` as its derivative. `push` takes the operands,
     their tangents, the positions of the operands with tangents, and the results' types."""
     (closed,) = bodies_of(eqn)
@@ -175,30 +175,25 @@ def _with_tangents(
     return function(*operands)
 
 
-def _in_dtypes(values: Sequence[Given], like: Sequence[Any]) -> list[Any]:
+def _in_dtypes(values: Sequence[Value], like: Sequence[Any]) -> list[Any]:
     pairs = zip(map(array_of, values), like, strict=True)
     return [jnp.asarray(x, y.dtype) if is_inexact(y) else x for x, y in pairs]
 
 
-def _evaluate(closed: ClosedJaxpr, args: Sequence[Any], registers: Storage) -> list:
-    """Evaluates a jaxpr with all numbers, real and complex, in registers."""
-    cast = registers.constant
+def _evaluate(closed: ClosedJaxpr, args: Sequence[Any], storage: Storage) -> list:
+    """Evaluates a jaxpr with all numbers, real and complex, in the compute dtype."""
 
-    def evaluate(_: int, eqn: JaxprEqn, operands: list) -> list:
-        name = eqn.primitive.name
-        if name in _CUSTOM:
-            return custom_in_registers(eqn, operands)
-        if name in tables.CALLS:
-            return _evaluate(bodies_of(eqn)[0], operands, registers)
-        if name in tables.CASTS:
+    def bind(step: Step, operands: list) -> list:
+        eqn, operands = step.eqn, list(map(storage.constant, operands))
+        if step.name in _CUSTOM:
+            return custom_in_compute_dtype(eqn, operands)
+        if step.name in tables.CASTS:
             dtypes = operands[0].dtype, eqn.params["new_dtype"]
             if all(jnp.issubdtype(d, jnp.floating) for d in dtypes):
                 return operands
-        if name in tables.PRODUCTS | tables.TYPED or jaxprs_in(eqn):
+        if step.name in tables.PRODUCTS | tables.TYPED or jaxprs_in(eqn):
             operands = typed(eqn, operands)
-        return list(map(cast, own_bind(eqn, operands)))
+        return list(map(storage.constant, own_bind(eqn, operands)))
 
-    known = lambda atom: cast(np.asarray(atom.val, aval_of(atom).dtype))
-    return walk(
-        closed.jaxpr, list(map(cast, closed.consts)), list(map(cast, args)), known, evaluate
-    )
+    out = evaluated(flatten(closed, forward_mode=False), args, bind)
+    return list(map(storage.constant, out))

@@ -18,16 +18,16 @@ from jax.interpreters import ad
 
 from ..products._order import forward_only, gradients_in_turn, summed_apart
 from ..program import _tables as tables
-from ..program._flat import Step, flatten, read
-from ..program._jaxpr import asks_what_moves, aval_of, bodies_of, own_bind
+from ..program._flat import Step, flatten
+from ..program._jaxpr import asks_what_moves, aval_of, bodies_of
 from ..program._lines import line_of, site_of
 from ..program._references import with_references_inside
-from ._containers import Containers, enters
-from ._custom import own_in_registers
+from ._containers import Containers
+from ._custom import own_in_compute_dtype
 from ._evaluate import AbstractEvaluator, entering
 from ._products import Product, is_biased, is_weighted, only_names
 from ._segments import Part, StreamRole, roles_of
-from ._storage import Storage, tell, typed
+from ._storage import Storage, add_overflow
 from .taylor._jets import Jet, is_inexact, is_traced
 from .taylor._known import folded, only_moves
 from .taylor._moments import with_moments
@@ -35,7 +35,6 @@ from .taylor._plan import Index, Plan, sum_key
 from .taylor._rules import Rules, aligned
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scaled:
     """Streams in a loss that keeps values rounded to half: they are multiplied by their scales from
@@ -46,10 +45,12 @@ class Scaled:
     - `scales`: the scale of each stream and its inverse. The scale of a derivative is the product
         of those of its directions.
     - `half`: the dtype that the loss keeps values in.
+    - `overflows`: for each stream that is kept, whether it overflows.
     """
 
     scales: Mapping[Index, tuple[Any, Any]]
-    half: np.dtype = eqx.field(static=True)
+    half: np.dtype
+    overflows: dict[Index, Any] = dataclasses.field(default_factory=dict)
 
     def weights(self, plan: Plan, weights: Sequence[Sequence[Any]]) -> list[list[Any]]:
         """Returns the factors of the summands of each sum, for summands with their scales. Seeds
@@ -71,28 +72,31 @@ class Scaled:
 
     def leaving(self, jet: Jet) -> Jet:
         """Returns a value with its streams without their scales."""
-        along = Storage(np.dtype("float32"), None, self.scales)
-        return jet.map(lambda x, key: along.unscaled(x, key) if is_traced(x) else x)
+        by = self._storage
+        return jet.map(lambda x, key: by.unscaled(x, key) if is_traced(x) else x)
 
     def all_of(self, streams: Mapping[Index, Any]) -> dict[Index, Any]:
-        along = Storage(np.dtype("float32"), None, self.scales)
-        return {k: along.scaled(jnp.asarray(s), k) for k, s in streams.items()}
+        """Scales streams."""
+        return {k: self._storage.scaled(jnp.asarray(s), k) for k, s in streams.items()}
 
-    def overflows(self, jets: Iterable[Jet]) -> dict[Index, Any]:
-        """Returns which streams of some values overflow if they are kept."""
+    @property
+    def _storage(self) -> Storage:
+        return Storage(np.dtype("float32"), None, self.scales)
+
+    def kept(self, values: Iterable[Any]) -> None:
+        """Records which streams of some values overflow if they are kept."""
         limit, out = float(jnp.finfo(self.half).max), {}
-        for jet in jets:
-            for key, x in jet.streams.items():
+        for jet in values:
+            for key, x in jet.streams.items() if isinstance(jet, Jet) else ():
                 if is_traced(x):
-                    tell(out, key, jnp.any(jnp.abs(x) > limit))
-        return out
+                    add_overflow(out, key, jnp.any(jnp.abs(x) > limit))
+        for key, overflows in out.items():
+            add_overflow(self.overflows, key, overflows)
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Derivatives(AbstractEvaluator[StreamRole]):
-    """An evaluation of a program on streams. Its leaves are the factors of its sums and the scales
-    of its streams.
+    """An evaluation of a program on streams.
 
     **Attributes:**
 
@@ -103,7 +107,6 @@ class Derivatives(AbstractEvaluator[StreamRole]):
     - `note`: called for each equation that depends on the point, with its line, the rule, and the
         precision of a product. If given, equal layers are not shared.
     - `scaled`: the scales of streams that the loss around keeps in half.
-    - `lost`: called with a stream of these and whether it overflows.
     - `caller`: the place where the derivatives are asked for. A product in a layer of a library,
         which has no line of the user's, is attributed to it.
     - `around`: the containers whose inside is evaluated, outermost first.
@@ -111,12 +114,11 @@ class Derivatives(AbstractEvaluator[StreamRole]):
 
     rules: Rules
     storage: Storage
-    product: Product = eqx.field(static=True)
-    note: Callable[[Step, str, str, str], None] | None = eqx.field(static=True, default=None)
+    product: Product
+    note: Callable[[Step, str, str, str], None] | None = None
     scaled: Scaled | None = None
-    lost: Callable[[Index, Any], None] | None = eqx.field(static=True, default=None)
-    caller: Any = eqx.field(static=True, default=None)
-    around: tuple[JaxprEqn, ...] = eqx.field(static=True, default=())
+    caller: Any = None
+    around: tuple[JaxprEqn, ...] = ()
 
     def program(
         self,
@@ -151,89 +153,70 @@ class Derivatives(AbstractEvaluator[StreamRole]):
     def _part(self, part: Part, env: dict[int, Any], roles: StreamRole, alike: dict) -> None:
         for step in part.steps:
             roles.reach(step)
-        if not part.alone and self.lost is not None and self.scaled is not None:
-            for key, does in self.scaled.overflows(_kept_of(part, env, roles)).items():
-                self.lost(key, does)
-        if part.alone:
-            self._step(part.steps[0], env, roles)
-        elif self.product.open or not (part.multiplies or part.checkpointed):
-            env.update(zip(part.outputs, self._inside(part, env, roles), strict=True))
+        if not part.alone and self.scaled is not None:
+            # A loss may keep the values that enter a layer.
+            self.scaled.kept(env[k] for k in part.inputs if k in roles.stored)
+        if part.alone or self.product.open or not (part.multiplies or part.checkpointed):
+            self._directly(part, env, roles)
         else:
-            self._layer(part, env, roles, alike)
+            values = [_asked_for(env[k], roles.asked.get(k, ())) for k in part.inputs]
+            self._layer(part, values, env, roles, alike if self.note is None else {})
         # Values computed from held values alone have no derivative either.
         if not roles.still.issuperset(part.inputs):
             _hold(env, part.outputs, roles)
 
-    def _entering(self, part: Part, env: dict[int, Any], roles: StreamRole) -> list[Any]:
-        return [_asked_for(env[k], roles.asked.get(k, ())) for k in part.inputs]
+    def _opened(self, part: Part, values: Sequence[Any], roles: StreamRole) -> dict[int, Any]:
+        # Some functions insist on having no derivative, and a derivative of zeros is one.
+        env = dict(zip(part.inputs, map(_whole, values), strict=True))
+        _hold(env, part.inputs, roles)
+        return env
 
-    def _may_share(self, part: Part, roles: StreamRole) -> bool:
-        return self.note is None
-
-    def _inside(self, part: Part, env: dict[int, Any], roles: StreamRole) -> list[Any]:
-        """Returns the results of a layer as they are kept."""
-        for step in part.steps:
-            self._step(step, env, roles)
-        kept = lambda k: k in roles.stored and isinstance(env[k], Jet)
-        return [self.storage.stored(env[k]) if kept(k) else env[k] for k in part.outputs]
-
-    def _as_layer(
-        self, part: Part, values: list[Any], known: list[Any], roles: StreamRole
+    def _again(
+        self, layer: Callable, part: Part, values: Sequence[Any], roles: StreamRole
     ) -> Callable[[list], list]:
-        def layer(traced):
-            # Some functions insist on having no derivative, and a derivative of zeros is one.
-            whole = map(_whole, eqx.combine(traced, known))
-            inner = dict(zip(part.inputs, whole, strict=True))
-            _hold(inner, part.inputs, roles)
-            return self._inside(part, inner, roles)
-
         run = jax.checkpoint(layer) if part.checkpointed else layer
         return (lambda traced: run(_after_gradients(traced))) if part.multiplies else run
 
+    def _kept(self, x: int, value: Any, part: Part, roles: StreamRole) -> Any:
+        leaves = not part.alone and x in roles.stored and isinstance(value, Jet)
+        return self.storage.stored(value) if leaves else value
+
     # One equation.
 
-    def _step(self, step: Step, env: dict[int, Any], roles: StreamRole) -> None:
-        operands = [read(x, env) for x in step.inputs]
-        if step.outputs and not any(map(any, map(roles.asked_of, step.outputs))):
-            # What only leads to a value needs no derivative, so its lack of one does not matter.
-            operands = [x.only(()) if isinstance(x, Jet) else x for x in operands]
+    def _source(self, step: Step) -> Any:
         outside = step.name in tables.PRODUCTS and not site_of(step.eqn).users
-        with step.context(self.caller if outside else None):
-            out, *told = self._results(step, operands, roles)
-        if self.note is not None and told:
-            self.note(step, line_of(step.eqn, (*self.around, *step.calls)), *told)
-        for k, x, v in zip(step.outputs, out, step.eqn.outvars, strict=True):
-            if isinstance(x, Jet):
-                for key, stream in x.streams.items():
-                    # Otherwise it would be broadcast the wrong way.
-                    want = self.rules.plan.shape(key, aval_of(v).shape)
-                    assert np.shape(stream) == want, (step.name, key, np.shape(stream), want)
-                x = self.storage.computed(x.only(roles.asked_of(k)), aval_of(v).dtype)
-            env[k] = x
+        return self.caller if outside else None
 
-    def _results(self, step: Step, operands: list[Any], roles: StreamRole) -> tuple[Any, ...]:
-        """Returns the results of an equation. If it depends on the point, also returns the rule
-        that gave them and the precision that a product was multiplied in."""
+    def _result(self, x: int, value: Any, aval: Any, roles: StreamRole) -> Any:
+        if not isinstance(value, Jet):
+            return value
+        for key, stream in value.streams.items():
+            # Otherwise it would be broadcast the wrong way.
+            want = self.rules.plan.shape(key, aval.shape)
+            assert np.shape(stream) == want, (key, np.shape(stream), want)
+        return self.storage.computed(value.only(roles.asked_of(x)), aval.dtype)
+
+    def _record(self, step: Step, rule: str, precision: str = "") -> None:
+        """Notes the rule of an equation, and the precision that a product was multiplied in."""
+        if self.note is not None:
+            self.note(step, self._line(step), rule, precision)
+
+    def _line(self, step: Step) -> str:
+        return line_of(step.eqn, (*self.around, *step.calls))
+
+    def _governs(self, step: Step, operands: Sequence[Any], roles: StreamRole) -> bool:
+        return any(isinstance(x, Jet) for x in operands)
+
+    def _computed(
+        self, step: Step, operands: list[Any], held: Sequence[bool], roles: StreamRole
+    ) -> Sequence[Any]:
         eqn, name = step.eqn, step.name
-        moves = any(isinstance(x, Jet) for x in operands)
         if only_names(eqn, operands, self.storage):
             # The value stays as it is and is loaded each time that it is used.
-            return (operands, "convert", "") if moves else (operands,)
-        if not moves:
-            return (own_bind(eqn, typed(eqn, operands)),)
-        if name in tables.PRODUCTS:
-            out, how = self._multiplied(step, operands, roles)
-            return out, "product", how
-        if self.scaled is not None and not only_moves(step, operands):
-            operands = [self.scaled.entering(x) if isinstance(x, Jet) else x for x in operands]
-        halves = [isinstance(x, Jet) and self.storage.is_stored(x.primal) for x in operands]
-        biased = is_biased(eqn, operands, halves)
-        # Loops and rules take values as they are.
-        loaded = self.storage.loaded
-        operands = [loaded(x, aval_of(v).dtype) for x, v in zip(operands, eqn.invars, strict=True)]
-        if enters(eqn):
-            return self._entered(step, operands, roles), name, ""
-        operands = aligned(eqn, operands)
+            self._record(step, "convert")
+            return operands
+        biased = is_biased(eqn, operands, held)
+        operands = aligned(eqn, self._loaded(step, operands, roles))
         rule = None if _applies(eqn) else self.rules.find(eqn, operands)
         if rule is None:
             return self._without_rule(step, operands, roles)
@@ -241,7 +224,9 @@ class Derivatives(AbstractEvaluator[StreamRole]):
         weighted = is_weighted(eqn, operands, stages, self.storage)
         multiplies = name in tables.MULTIPLICATIONS
         if weighted and multiplies:
-            operands = _met_by_points(operands)
+            # The gradient of the weight is summed over the points separately.
+            (jet,) = (x for x in operands if isinstance(x, Jet))
+            operands = [x if x is jet else summed_apart(x, jet.primal) for x in operands]
         apply = partial(rule.apply, self.rules)
         if only_moves(step, operands):
             out = folded(apply, eqn, operands, self.rules.plan)
@@ -250,52 +235,72 @@ class Derivatives(AbstractEvaluator[StreamRole]):
         if biased or weighted:
             # A bias is added to the value only, not to its streams.
             out = [self.storage.rounding(x, () if multiplies else x.streams) for x in out]
-        return out, rule.name, ""
-
-    def _entered(self, step: Step, operands: list[Any], roles: StreamRole) -> list[Any]:
-        """Returns the results of a loop or a branch, evaluated inside."""
-        eqn, around = step.eqn, (*self.around, *step.calls)
-        found: dict[Index, Any] = {}
-        lost = self.lost and partial(tell, found)
-        inner = dataclasses.replace(self, lost=lost, around=(*around, eqn))
-        half = self.product.half_operands(step, operands, roles)
-        told = tuple(self.scaled.scales) if lost and self.scaled else ()
-        options = {"halves": half, "scaled": told, "found": found}
-        enter = Containers(self.rules.plan, inner.program, self.storage.loaded, **options)
-        given = list(map(roles.staged, step.inputs, operands))
-        out = roles.received(step, enter(eqn, given))
-        while found and self.lost:
-            self.lost(*found.popitem())
-        if step.name in tables.UNBOUNDED:
-            why = _NO_REVERSE.format(line_of(eqn, around))
-            out = [jax.tree.map(partial(_forward_only, why), x) for x in out]
+        self._record(step, rule.name)
         return out
 
-    def _without_rule(
-        self, step: Step, operands: list[Any], roles: StreamRole
-    ) -> tuple[list[Jet], str, str]:
-        """Returns the results of an equation by nested forward mode, as `_results` does. Those of a
-        solve are linear in its right-hand side."""
+    def _loaded(self, step: Step, operands: Sequence[Any], roles: StreamRole) -> list[Any]:
+        """Returns operands as rules and loops take them: in the compute dtype, scaled."""
+        operands = roles.needed(step, operands)
+        if self.scaled is not None and not only_moves(step, operands):
+            operands = [self.scaled.entering(x) if isinstance(x, Jet) else x for x in operands]
+        pairs = zip(operands, step.eqn.invars, strict=True)
+        return [self.storage.loaded(x, aval_of(v).dtype) for x, v in pairs]
+
+    def _enters(self, step: Step, operands: Sequence[Any]) -> bool:
+        return step.name in tables.LOOPS and any(isinstance(x, Jet) for x in operands)
+
+    def _entered(self, step: Step, operands: list[Any], roles: StreamRole) -> list[Any]:
+        eqn, around = step.eqn, (*self.around, *step.calls)
+        operands = self._loaded(step, operands, roles)
+        scaled = self.scaled and dataclasses.replace(self.scaled, overflows={})
+        inner = dataclasses.replace(self, scaled=scaled, around=(*around, eqn))
+
+        def program(closed, operands, **options):
+            out = inner.program(closed, operands, **options)
+            pairs = zip(out, closed.out_avals, strict=True)
+            return [self.storage.loaded(x, aval.dtype) for x, aval in pairs]
+
+        enter = Containers(
+            self.rules.plan,
+            program,
+            self.storage.loaded,
+            shared=lambda x: x,
+            halves=self.product.half_operands(step, operands, roles),
+            scaled=tuple(scaled.scales) if scaled else (),
+            overflows=scaled.overflows if scaled else {},
+        )
+        given = list(map(roles.staged, step.inputs, operands))
+        out = roles.received(step, enter(eqn, given))
+        while scaled and self.scaled and scaled.overflows:
+            add_overflow(self.scaled.overflows, *scaled.overflows.popitem())
+        self._record(step, step.name)
+        if step.name not in tables.UNBOUNDED:
+            return out
+        why = _NO_REVERSE.format(line_of(eqn, around))
+        return [jax.tree.map(partial(_forward_only, why), x) for x in out]
+
+    def _without_rule(self, step: Step, operands: list[Any], roles: StreamRole) -> list[Jet]:
+        """Returns the results of an equation by nested forward mode. Those of a solve are linear in
+        its right-hand side."""
         eqn, name = step.eqn, step.name
         moving = [isinstance(x, Jet) and bool(x.streams) for x in operands]
         known = eqn.primitive in ad.primitive_jvps or name in tables.PUSHES | {"shard_map"}
         if (name in tables.OPAQUE or _applies(eqn) or not known) and any(moving):
-            raise _no_derivatives(eqn, line_of(eqn, (*self.around, *step.calls)))
-        own = lambda *args: own_in_registers(eqn, args, self.storage)
+            raise _no_derivatives(eqn, self._line(step))
+        own = lambda *args: own_in_compute_dtype(eqn, args, self.storage)
         if name == "custom_linear_solve":
             lengths = eqn.params["const_lengths"]
             # Parameters of the solver, such as a tolerance, do not enter the derivative.
             if not any(moving[: lengths.matvec + lengths.vecmat]):
-                return self.rules.solved(own, operands, sum(lengths)), "linear", ""
+                self._record(step, "linear")
+                return self.rules.solved(own, operands, sum(lengths))
         asked = asks_what_moves(eqn)
         moves = [i for i, x in enumerate(step.inputs) if asked and x in roles.moving]
-        out = self.rules.nested(own, operands, moves)
-        return out, "nested", "no rule: by nested forward mode"
+        self._record(step, "nested", "no rule: by nested forward mode")
+        return self.rules.nested(own, operands, moves)
 
-    def _multiplied(
-        self, step: Step, operands: list[Any], roles: StreamRole
-    ) -> tuple[list[Jet], str]:
-        """Returns a product, and the dtypes that it was multiplied in."""
+    def _multiplied(self, step: Step, operands: list[Any], roles: StreamRole) -> list[Any]:
+        operands = roles.needed(step, operands)
         jets = [x for x in operands if isinstance(x, Jet)]
         known = {k for x in jets for k, s in x.streams.items() if not is_traced(s)}
         late = len(jets) == 1
@@ -306,7 +311,8 @@ class Derivatives(AbstractEvaluator[StreamRole]):
             # The product with a known direction is cheaper than that with a scaled one.
             scaled = self.scaled.all_of({k: s for k, s in out.streams.items() if k in known})
             out = dataclasses.replace(out, streams={**out.streams, **scaled})
-        return [out], how
+        self._record(step, "product", how)
+        return [out]
 
 
 def _applies(eqn: JaxprEqn) -> bool:
@@ -338,11 +344,6 @@ def _no_derivatives(eqn: JaxprEqn, where: str) -> ValueError:
     )
 
 
-def _kept_of(part: Part, env: Mapping[int, Any], roles: StreamRole) -> list[Jet]:
-    """Returns what a loss may keep of a layer: the values that enter it."""
-    return [env[k] for k in part.inputs if k in roles.stored and isinstance(env[k], Jet)]
-
-
 _NO_REVERSE = (
     "Reverse-mode differentiation does not work for derivatives in the coordinates of the "
     "`while_loop` at {}. A loss that contains them needs a loop with a bounded number of steps: "
@@ -359,12 +360,6 @@ def _hold(env: dict[int, Any], keys: Iterable[int], roles: StreamRole) -> None:
     """Stops the gradients of values whose derivatives lead nowhere. Known values stay known."""
     hold = lambda x: lax.stop_gradient(x) if is_traced(x) else x
     env.update((k, jax.tree.map(hold, env[k])) for k in keys if k in roles.still)
-
-
-def _met_by_points(operands: Sequence[Any]) -> list[Any]:
-    """Returns the operands, with the weight's gradient summed over the points separately."""
-    (jet,) = (x for x in operands if isinstance(x, Jet))
-    return [x if x is jet else summed_apart(x, jet.primal) for x in operands]
 
 
 def _asked_for(x: Any, asked: Collection[Index]) -> Any:

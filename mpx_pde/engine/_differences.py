@@ -13,9 +13,9 @@ import numpy as np
 
 from ..precision._dtypes import is_half
 from ..program import _tables as tables
-from ..program._flat import Constant, Flat, Step, flatten, reaching, variables
+from ..program._flat import Constant, Flat, Step, reaching, variables
 from ..program._jaxpr import aval_of, bodies_of
-from ..program._rebind import bodies_in
+from ._near import reached_inside
 
 
 _FEW = 4
@@ -83,9 +83,16 @@ def _reaching(
 
     @ft.cache
     def inside(step: Step, places: tuple[int, ...]) -> list[int]:
-        known = [i for i, x in enumerate(step.inputs) if _is_number(x, made, numbers)]
         there = [i for i, x in enumerate(step.outputs) if x in full]
-        return _inside(step, places, sinks_of, None if solved is None else there, known)
+
+        def reached(flat, start, carried):
+            own, onward = dict(enumerate(flat.inputs, start)), {start + i for _, i in carried}
+            known = {i for i, x in enumerate(step.inputs) if _is_number(x, made, numbers)} - onward
+            known = {own[i] for i in known if i in own}
+            here = None if solved is None else there
+            return _reaching(flat, places, carried, sinks_of, here, known)
+
+        return reached_inside(step, reached)
 
     def operands_of(step: Step) -> Iterable[int]:
         if bodies_of(step.eqn):
@@ -95,27 +102,6 @@ def _reaching(
         return step.values if reached and not multiplies and _hands_on(step) else ()
 
     return reaching(flat, out, carried, operands_of)
-
-
-def _inside(
-    step: Step,
-    places: Collection[int],
-    sinks_of: Any,
-    solved: Collection[int] | None,
-    known: Collection[int],
-) -> list[int]:
-    """Returns the operands of an equation for which `_reaching` holds in the programs in it. The
-    operands at the positions `known` repeat a constant scalar."""
-    found: list[int] = []
-    for body, start, carried in bodies_in(step.eqn):
-        flat = flatten(body, forward_mode=True)
-        onward = list(enumerate(carried))
-        names = dict(enumerate(flat.inputs, start))
-        numbers = {names[i] for i in known if i in names and i - start not in carried}
-        reaches = _reaching(flat, places, onward, sinks_of, solved, numbers)
-        pairs = zip(flat.inputs, step.inputs[start:], strict=False)
-        found += variables([x for k, x in pairs if k in reaches])
-    return found
 
 
 def _hands_on(step: Step) -> bool:
@@ -149,6 +135,7 @@ def _subtracted_by(flat: Flat, numbers: Collection[int]) -> Callable[[Step], Ite
     """Returns a function that returns the operands of an equation that it subtracts, or that it
     factors or solves for. A sparse matrix may take differences."""
     made = {x: step for step in flat.steps for x in step.outputs}
+    negative = {x for step in flat.steps if step.name in tables.NEGATIONS for x in step.outputs}
     depends = {x for step in flat.steps if step.name in tables.PRODUCTS for x in step.outputs}
     for step in flat.steps:
         if not depends.isdisjoint(step.variables) or step.holds_products:
@@ -159,7 +146,7 @@ def _subtracted_by(flat: Flat, numbers: Collection[int]) -> Callable[[Step], Ite
         if step.name in tables.SOLVES | tables.SPARSE:
             return step.values
         subtracts = step.name in tables.SUBTRACTIONS or (
-            step.name in tables.ADDITIONS and any(_is_negative(made.get(x)) for x in step.variables)
+            step.name in tables.ADDITIONS and not negative.isdisjoint(step.variables)
         )
         if not subtracts or len(step.values) != 2 or depends.isdisjoint(step.values):
             return ()
@@ -169,10 +156,6 @@ def _subtracted_by(flat: Flat, numbers: Collection[int]) -> Callable[[Step], Ite
         return () if none or _is_bias(step, made, depends) else step.values
 
     return sinks
-
-
-def _is_negative(step: Step | None) -> bool:
-    return step is not None and step.name in tables.NEGATIONS
 
 
 def _is_number(x: Any, made: Mapping[Any, Step], numbers: Collection[int]) -> bool:

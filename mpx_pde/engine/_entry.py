@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -28,11 +27,11 @@ from ..program._jaxpr import (
     trace_arrays,
 )
 from ._backward import Precisions, value_and_pullback
-from ._custom import custom_in_registers, own_in_registers
+from ._custom import custom_in_compute_dtype, own_in_compute_dtype
 from ._derivatives import Derivatives, Scaled
 from ._facts import DATA, MASTER, Fact, size_of
 from ._products import Product
-from ._storage import RAW, Staged, Storage, tell, typed
+from ._storage import RAW, Staged, Storage, typed
 from .taylor._jets import Jet, is_inexact
 from .taylor._plan import Index, Plan
 from .taylor._rules import Rules
@@ -66,16 +65,12 @@ def half_of(closed: ClosedJaxpr) -> np.dtype | None:
 
 
 def _evaluator(
-    closed: ClosedJaxpr,
-    rules: Rules,
-    scales: Callable,
-    note: list[Equation] | None,
-    lost: dict[Index, Array],
+    closed: ClosedJaxpr, rules: Rules, scales: Callable, note: list[Equation] | None
 ) -> Derivatives:
     """Builds the evaluator of a program: as the surrounding loss asks, else from its own arrays."""
-    told: dict[str, Any] = {"caller": source_info_util.current()}
+    options: dict[str, Any] = {"caller": source_info_util.current()}
     if note is not None:
-        told["note"] = lambda step, *how: note.append(Equation(step.name, *how))
+        options["note"] = lambda step, *how: note.append(Equation(step.name, *how))
     narrow = np.dtype(np.float32)
     forward, asked = present_forward(), asked_of_context()
     if forward is None and asked is not None and asked[0] == "autocast":
@@ -84,13 +79,13 @@ def _evaluator(
         # The loss around these derivatives decides about their products and what is kept.
         storage, product, along = Storage(narrow), Product(open=True), scales(forward.dtype)
         if along:
-            told |= {"scaled": Scaled(along, forward.dtype), "lost": partial(tell, lost)}
-        return Derivatives(rules, storage, product, **told)
+            options["scaled"] = Scaled(along, forward.dtype)
+        return Derivatives(rules, storage, product, **options)
     dtype = half_of(closed) if forward is None else forward.dtype
     scaled = {} if dtype is None else scales(dtype)
     # Masters in float64 may be narrowed; a program that asks for float64 keeps it.
     storage = Storage(narrow, dtype, scaled, narrows=forward is not None)
-    return Derivatives(rules, storage, Product(masters=forward is not None), **told)
+    return Derivatives(rules, storage, Product(masters=forward is not None), **options)
 
 
 def propagate(
@@ -127,10 +122,11 @@ def propagate(
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         with precision_of_user():
             closed = jax.make_jaxpr(fun)(point)
-        rules = Rules(plan, weights, custom_in_registers, summed=not in_full_forward())
-        lost = dict[Index, Array]()
-        evaluator = _evaluator(closed, rules, scales, note, lost)
+        rules = Rules(plan, weights, custom_in_compute_dtype, summed=not in_full_forward())
+        evaluator = _evaluator(closed, rules, scales, note)
+        overflows: dict[Index, Array] = {}
         if evaluator.scaled is not None:
+            overflows = evaluator.scaled.overflows
             rules = dataclasses.replace(rules, factors=evaluator.scaled.weights(plan, weights))
             evaluator = dataclasses.replace(evaluator, rules=rules)
         streams: dict[Index, Any] = {(i,): x for i, x in enumerate(seeds) if (i,) in plan.indices}
@@ -142,13 +138,13 @@ def propagate(
         asked = {*plan.asked, *rules.weights}
         (out,) = evaluator.program(closed, [Staged(Jet(point, streams), RAW)], asked)
         if not isinstance(out, Staged):
-            return widen(jnp.asarray(out)), {}, lost
+            return widen(jnp.asarray(out)), {}, overflows
         out = evaluator.storage.loaded(out.jet, closed.out_avals[0].dtype)
         if evaluator.scaled is not None:
             out = evaluator.scaled.leaving(out)
         shape = out.primal.shape
         full = {k: jnp.broadcast_to(x, plan.shape(k, shape)) for k, x in out.streams.items()}
-    return jnp.asarray(out.primal), full, lost
+    return jnp.asarray(out.primal), full, overflows
 
 
 class InForward(eqx.Module):
@@ -192,7 +188,7 @@ def _bind_in_float64(step: Step, args: list[Any]) -> list:
     alike = all(getattr(x, "dtype", None) == aval_of(v).dtype for x, v in pairs)
     if alike or is_container(eqn):
         return own_bind(eqn, typed(eqn, args))
-    return own_in_registers(eqn, args, _FLOAT64)
+    return own_in_compute_dtype(eqn, args, _FLOAT64)
 
 
 def linearized(

@@ -143,10 +143,7 @@ class Facts:
             return values
         root = self._root(step)
         exact = [x for x in values if self.of[x].level < COMPUTED]
-        return (root, *exact) if root is not None and not any(map(self._is_array, exact)) else None
-
-    def _is_array(self, x: int) -> bool:
-        return self.of[x].width > 1
+        return (root, *exact) if root is not None and not any(map(self._is_wide, exact)) else None
 
     def _is_wide(self, x: Any) -> bool:
         return not isinstance(x, Constant) and self.of[x].width > 1
@@ -202,7 +199,7 @@ class Facts:
         name, signs = step.name, list(map(self.sign, step.inputs))
         if not signs or not all(is_inexact(v.aval) for v in step.eqn.outvars):
             return None
-        if name in tables.POSITIVE or _is_even(step):
+        if name in tables.POSITIVE or (step.power is not None and step.power % 2 == 0):
             return 1, 1
         if name in tables.SCALINGS:
             return _product(*signs)
@@ -263,7 +260,3 @@ def _product(a: Sign, b: Sign) -> Sign:
     if 1 in (a[0], b[0]):
         return (b[0] if a[0] == 1 else a[0]), a[1] * b[1]
     return None
-
-
-def _is_even(step: Step) -> bool:
-    return step.power is not None and step.power % 2 == 0

@@ -1,6 +1,6 @@
 """Evaluates a program without streams in which each equation has its own precision.
 
-Between products, values are computed in float32 registers. Results that are computed from halves
+Between products, values are computed in float32. Results that are computed from halves
 may be stored in half, between products and for the backward pass.
 """
 
@@ -10,7 +10,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,12 +18,12 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ..products._order import rounded_cotangent
 from ..program import _tables as tables
-from ..program._flat import Flat, Step, flatten, read, variables
+from ..program._flat import Constant, Flat, Step, flatten, variables
 from ..program._jaxpr import bodies_of, contains, is_container, own_bind
 from ..program._lines import source_of
 from ..program._products import asks_for_more, says_its_dtype
-from ._containers import Containers, enters
-from ._custom import own_in_registers
+from ._containers import ENTERED, Containers
+from ._custom import own_in_compute_dtype
 from ._derivative_of import with_derivative_of
 from ._differences import Wide, wide_in
 from ._evaluate import AbstractEvaluator, entering
@@ -32,7 +31,7 @@ from ._near import near_numbers, summed_in
 from ._products import FULL, full_product, gives_way, half_product, is_biased, split_product
 from ._roles import AbstractRole, as_key, is_wild
 from ._segments import Part, is_light, multiplied_only
-from ._storage import DEEP, WILD, Staged, Storage, array_of, typed
+from ._storage import DEEP, WILD, Staged, Storage, Value, array_of
 from .taylor._jets import Jet, cast, is_inexact, primal_of
 from .taylor._moments import moments_p, with_moments
 from .taylor._plan import Plan
@@ -77,7 +76,6 @@ class MixedRole(AbstractRole):
     """
 
     stage: dict[int, int]
-    reached: dict[int, int]
     final: set[int]
     stored: set[int]
     rules: dict[int, Rule]
@@ -90,6 +88,9 @@ class MixedRole(AbstractRole):
     def of(self, x: int) -> tuple[Hashable, ...]:
         sets = self.final, self.stored, self.scores, self.near
         return self.stage.get(x), as_key(self.numbers.get(x)), *(x in every for every in sets)
+
+    def stage_of(self, x: int | Constant) -> int | None:
+        return None if isinstance(x, Constant) else self.stage.get(x)
 
     def rule(self, step: Step) -> Rule:
         return self.rules[id(step)]
@@ -190,8 +191,7 @@ class Mixed(AbstractEvaluator[MixedRole]):
         near -= summed_in(flat, stage)
         if self.algorithm is None:
             near |= wide.unrounded
-        reached = dict(stage)
-        return MixedRole(stage, reached, final, stored, rules, near, wide.solved, scores, {})
+        return MixedRole(stage, final, stored, rules, near, wide.solved, scores, {})
 
     def governs(self, aval: Any) -> bool:
         """Returns whether a value is float32 or half in the program. All others (integers, bools,
@@ -218,14 +218,116 @@ class Mixed(AbstractEvaluator[MixedRole]):
             return Rule("product" if name in tables.JAX_PRODUCTS else "half", f"half={half!r}")
         return rule
 
-    def _product(
-        self, eqn: JaxprEqn, rule: str, operands: Sequence[Any], out_dtype: np.dtype
-    ) -> list:
+    def _part(self, part: Part, env: dict[int, Any], roles: MixedRole, alike: dict) -> None:
+        if part.alone:
+            self._directly(part, env, roles)
+        else:
+            shared = self.listener is None and roles.stage.keys() >= set(part.outputs)
+            values = [env[k] for k in part.inputs]
+            self._layer(part, values, env, roles, alike if shared else {})
+        roles.stored.update(k for k in part.outputs if self._is_half(env[k]))
+
+    def _opened(
+        self, part: Part, values: Sequence[Any], roles: MixedRole, one: Any = None
+    ) -> dict[int, Any]:
+        # Each input is loaded once, so its cotangents are added in float32.
+        env = dict(zip(part.inputs, map(self.storage.loaded, values), strict=True))
+        if one is not None:
+            scores = self._scores_in(part, values, roles)
+            env |= {k: Jet(env[k].primal * one) for k in scores}
+        return env
+
+    def _scores_in(self, part: Part, values: Sequence[Any], roles: MixedRole) -> list[int]:
+        """Returns the scores that a layer takes in half."""
+        pairs = zip(part.inputs, values, strict=True)
+        return [k for k, x in pairs if k in roles.scores and self._is_half(x)]
+
+    def _again(
+        self, layer: Callable, part: Part, values: Sequence[Any], roles: MixedRole
+    ) -> Callable[[list], list]:
+        """Returns a layer that the backward pass evaluates again, if it is checkpointed and takes
+        halves.
+
+        `jax.checkpoint` enforces this by barriers before all inputs of a layer and its cotangents.
+        Instead, scores are multiplied by a factor of one that XLA does not know. XLA for GPUs pads
+        products of many matrices to sizes that are multiples of 8. The kernels of the layer remove
+        the padding as they read. A barrier there would take a copy.
+        """
+        pairs = zip(part.inputs, values, strict=True)
+        kept = any(self._is_half(x) or (isinstance(x, Jet) and k in roles.near) for k, x in pairs)
+        if not (part.checkpointed and kept):
+            return layer
+        if not self._scores_in(part, values, roles):
+            return jax.checkpoint(layer)
+
+        def again(_, traced):
+            one = lax.optimization_barrier(jnp.ones((), FULL))
+            return layer(traced, partial(self._opened, one=one))
+
+        forward = lambda traced: (layer(traced), ())
+        run = with_derivative_of(forward, jax.checkpoint(again, prevent_cse=False))
+        return lambda traced: run(traced)[0]
+
+    def _kept(self, x: int, value: Any, part: Part, roles: MixedRole) -> Any:
+        kept = isinstance(value, Jet) and x in roles.stored and x not in roles.near
+        return self.storage.stored(value) if kept else value
+
+    # One equation.
+
+    def _source(self, step: Step) -> Any:
+        return source_of(step.eqn, step.calls)
+
+    def _result(self, x: int, value: Any, aval: Any, roles: MixedRole) -> Any:
+        value = primal_of(value)
+        if x not in roles.stage:
+            return value
+        if value.dtype == self.dtype:
+            roles.stored.add(x)
+        return Jet(value)
+
+    def _note(self, step: Step, roles: MixedRole) -> None:
+        if self.listener is not None:
+            self.listener.operation(step, (*self.around, *step.calls), roles)
+
+    def _governs(self, step: Step, operands: Sequence[Any], roles: MixedRole) -> bool:
+        return roles.rule(step).name != "own"
+
+    def _computed(
+        self, step: Step, operands: list[Any], held: Sequence[bool], roles: MixedRole
+    ) -> Sequence[Any]:
+        self._follow(step, operands, roles)
+        eqn, rule = step.eqn, roles.rule(step).name
+        values = list(map(primal_of, operands))
+        if not roles.stage.keys() & set(step.outputs) and step.outputs:
+            return values if rule == "convert" else own_bind(eqn, values)
+        stored = bool(step.outputs) and (roles.stored - roles.near).issuperset(step.outputs)
+        moves = rule != "convert" and not is_light(eqn) and not is_container(eqn)
+        # A value may be gathered many times. Its cotangents are summed in float32.
+        moves = moves and step.name not in tables.GATHERS
+        if rule == "half" or (stored and moves):
+            # Operations outside of layers, such as sorts and collectives, take halves.
+            return own_bind(eqn, [cast(x, self.dtype) if is_inexact(x) else x for x in values])
+        loaded = list(map(primal_of, map(self.storage.loaded, operands)))
+        if rule == "convert":
+            return loaded
+        if eqn.primitive is moments_p:
+            (x,) = loaded
+            return _RULES_OF_VALUES.moments(eqn, [Jet(x)])
+        out = own_in_compute_dtype(eqn, loaded, self.storage)
+        if is_biased(eqn, operands, held):
+            return [rounded_cotangent(x, self.dtype) for x in out]
+        return out
+
+    def _multiplied(self, step: Step, operands: list[Any], roles: MixedRole) -> list[Any]:
         """Returns the results of a product of masters (arrays) and jets. A half product rounds a
         master inside, so its cotangent stays in float32. A jet is rounded before the product, so
-        the backward pass keeps it in half. The result of a half product is in `out_dtype`, unless
-        the program names another one."""
+        the backward pass keeps it in half. The result of a half product is in half, unless it is
+        near a number or the program names another dtype."""
+        eqn, rule = step.eqn, roles.rule(step).name
         values = list(map(primal_of, operands))
+        if rule == "product":
+            # What follows from it may be stored in half, even where this result is not rounded.
+            roles.stored.update(step.outputs)
         if rule == "mixed" and not gives_way(eqn):
             return own_bind(eqn, values)
         dtype = self.dtype if rule != "full" and self.algorithm is None else FULL
@@ -236,129 +338,40 @@ class Mixed(AbstractEvaluator[MixedRole]):
         if rule == "full":
             return full_product(eqn, arrays)
         if self.algorithm is None:
+            out_dtype = FULL if step.outputs[0] in roles.near else self.dtype
             return [half_product(eqn, arrays, self.dtype, out_dtype)]
         return [split_product(eqn, arrays, self.algorithm)]
+
+    def _enters(self, step: Step, operands: Sequence[Any]) -> bool:
+        # Its inside may change precision.
+        if step.name not in ENTERED:
+            return False
+        multiplies = any(contains(x, tables.JAX_PRODUCTS) for x in bodies_of(step.eqn))
+        if self.listener or multiplies or step.name in ("jit", "remat2", "shard_map"):
+            return True
+        return not is_light(step.eqn) and any(map(self._is_half, operands))
+
+    def _entered(self, step: Step, operands: list[Any], roles: MixedRole) -> list[Any]:
+        self._follow(step, operands, roles)
+        inner = dataclasses.replace(self, around=(*self.around, *step.calls, step.eqn))
+        near = [i for i, x in enumerate(step.outputs) if x in roles.near]
+        solved = [i for i, x in enumerate(step.outputs) if x in roles.solved]
+        program = partial(inner.program, near=near, solved=solved)
+        enter = Containers(Plan(()), program, self.storage.loaded, self._shared)
+        given = list(map(roles.staged, step.inputs, operands))
+        return list(map(array_of, enter(step.eqn, given)))
+
+    def _shared(self, x: Value) -> Value:
+        """Returns a value that all steps of a loop take, as a master: its cotangents add up over
+        the steps. Values that may be of any size stay as they are."""
+        loaded = self.storage.loaded(x)
+        return loaded if getattr(loaded, "stage", None) == WILD else array_of(loaded)
 
     def _fits(self, number: Any) -> bool:
         """Returns whether a constant neither overflows nor underflows in half."""
         info, size = jnp.finfo(self.dtype), abs(float(number))
         normal = float(info.tiny) <= size <= float(info.max)
         return normal or size == 0 or not math.isfinite(size)
-
-    def _is_half(self, x: Any) -> bool:
-        return isinstance(x, Jet) and x.primal.dtype == self.dtype
-
-    def _part(self, part: Part, env: dict[int, Any], roles: MixedRole, alike: dict) -> None:
-        if not part.alone:
-            self._layer(part, env, roles, alike)
-            roles.stored.update(k for k in part.outputs if self._is_half(env[k]))
-            return
-        (step,) = part.steps
-        self._step(step, env, roles, {x for x in step.variables if self._is_half(env[x])})
-        env.update((x, self._leaving(x, env, roles, step)) for x in step.outputs)
-
-    def _entering(self, part: Part, env: dict[int, Any], roles: MixedRole) -> list[Any]:
-        return [env[k] for k in part.inputs]
-
-    def _may_share(self, part: Part, roles: MixedRole) -> bool:
-        return self.listener is None and roles.stage.keys() >= set(part.outputs)
-
-    def _as_layer(
-        self, part: Part, values: list[Any], known: list[Any], roles: MixedRole
-    ) -> Callable[[list], list]:
-        """Returns a layer. The backward pass evaluates it again if it is checkpointed and takes
-        halves."""
-        pairs = list(zip(part.inputs, values, strict=True))
-        kept = any(self._is_half(x) or (isinstance(x, Jet) and k in roles.near) for k, x in pairs)
-        again = part.checkpointed and kept
-        scores = {k for k, x in pairs if again and k in roles.scores and self._is_half(x)}
-        made = {x: step for step in part.steps for x in step.outputs}
-
-        def layer(traced, one=None):
-            given = eqx.combine(traced, known)
-            # Each input is loaded once, so its cotangents are added in registers.
-            inner = dict(zip(part.inputs, map(self.storage.loaded, given), strict=True))
-            if one is not None:
-                inner |= {k: Jet(inner[k].primal * one) for k in scores}
-            halves = {k for k, x in zip(part.inputs, given, strict=True) if self._is_half(x)}
-            for step in part.steps:
-                self._step(step, inner, roles, halves)
-            return [self._leaving(x, inner, roles, made[x]) for x in part.outputs]
-
-        wrap = _evaluated_again if scores else jax.checkpoint
-        return wrap(layer) if again else layer
-
-    def _leaving(self, k: int, env: Mapping[int, Any], roles: MixedRole, step: Step) -> Any:
-        """Returns a result of `step` as it is kept. A cast gets the line of the step."""
-        x = env[k]
-        if not isinstance(x, Jet) or k not in roles.stored or k in roles.near:
-            return x
-        with step.context(source_of(step.eqn, step.calls)):
-            return self.storage.stored(x)
-
-    def _step(self, step: Step, env: dict[int, Any], roles: MixedRole, halves: set[int]) -> None:
-        """Evaluates an equation. `halves` are variables that are half, or were loaded from half."""
-        around = (*self.around, *step.calls)
-        operands = [read(x, env) for x in step.inputs]
-        self._follow(step, operands, roles)
-        with step.context(source_of(step.eqn, step.calls)):
-            out = self._results(step, operands, roles)
-            held = [x in halves for x in step.inputs]
-            if is_biased(step.eqn, operands, held):
-                out = [rounded_cotangent(x, self.dtype) for x in out]
-        if step.eqn.primitive.name in tables.MOVES and all(held):
-            halves.update(step.outputs)
-        for k, x in zip(step.outputs, out, strict=True):
-            env[k] = Jet(primal_of(x)) if k in roles.stage else x
-            if k in roles.stage:
-                roles.reached[k] = roles.stage[k]
-        roles.stored.update(k for k in step.outputs if self._is_half(env[k]))
-        if step.name in tables.PRODUCTS and roles.rule(step).name == "product":
-            # What follows from it may be stored in half, even where this result is not rounded.
-            roles.stored.update(step.outputs)
-        if self.listener is not None:
-            results = [env[k] for k in step.outputs]
-            self.listener.operation(step, around, operands, results, roles)
-
-    def _results(self, step: Step, operands: list[Any], roles: MixedRole) -> list[Any]:
-        eqn, rule, half = step.eqn, roles.rule(step), self.storage.dtype
-        values = list(map(primal_of, operands))
-        if enters(eqn, mixed=True) and self._concerns(eqn, operands):
-            inner = dataclasses.replace(self, around=(*self.around, *step.calls, eqn))
-            near = [i for i, x in enumerate(step.outputs) if x in roles.near]
-            solved = [i for i, x in enumerate(step.outputs) if x in roles.solved]
-            program = partial(inner.program, near=near, solved=solved)
-            enter = Containers(Plan(()), program, self.storage.loaded, mixed=True)
-            given = list(map(roles.staged, step.inputs, operands))
-            return roles.received(step, enter(eqn, given))
-        if rule.name == "own":
-            return own_bind(eqn, typed(eqn, values))
-        if eqn.primitive.name in tables.PRODUCTS:
-            out_dtype = FULL if step.outputs[0] in roles.near else self.dtype
-            return self._product(eqn, rule.name, operands, out_dtype)
-        if not roles.stage.keys() & set(step.outputs) and step.outputs:
-            return values if rule.name == "convert" else own_bind(eqn, values)
-        stored = bool(step.outputs) and (roles.stored - roles.near).issuperset(step.outputs)
-        moves = rule.name != "convert" and not is_light(eqn) and not is_container(eqn)
-        # A value may be gathered many times. Its cotangents are summed in float32.
-        moves = moves and eqn.primitive.name not in tables.GATHERS
-        if rule.name == "half" or (stored and moves):
-            # Operations outside of layers, such as sorts and collectives, take halves.
-            return own_bind(eqn, [cast(x, half) if is_inexact(x) else x for x in values])
-        loaded = list(map(primal_of, map(self.storage.loaded, operands)))
-        if rule.name == "convert":
-            return loaded
-        if eqn.primitive is moments_p:
-            (x,) = loaded
-            return _RULES_OF_VALUES.moments(eqn, [Jet(x)])
-        return own_in_registers(eqn, loaded, self.storage)
-
-    def _concerns(self, eqn: JaxprEqn, operands: Sequence[Any]) -> bool:
-        """Returns whether to enter a container, because its inside may change precision."""
-        multiplies = any(contains(x, tables.JAX_PRODUCTS) for x in bodies_of(eqn))
-        if self.listener or multiplies or eqn.primitive.name in ("jit", "remat2", "shard_map"):
-            return True
-        return not is_light(eqn) and any(map(self._is_half, operands))
 
     def _follow(self, step: Step, operands: Sequence[Any], roles: MixedRole) -> None:
         """Records which results of an equation count as half, and which ones are numbers that are
@@ -389,21 +402,6 @@ class Mixed(AbstractEvaluator[MixedRole]):
             if number is not None and not self._fits(number):
                 return False
         return any(half)
-
-
-def _evaluated_again(layer: Callable) -> Callable:
-    """Returns a layer that the backward pass evaluates again. `jax.checkpoint` enforces this by
-    barriers before all inputs of a layer and its cotangents. Here scores are multiplied by a factor
-    of one that XLA does not know. XLA for GPUs pads products of many matrices to sizes that are
-    multiples of 8. The kernels of the layer remove the padding as they read. A barrier there would
-    take a copy."""
-
-    def again(_, traced):
-        return layer(traced, one=lax.optimization_barrier(jnp.ones((), FULL)))
-
-    forward = lambda traced: (layer(traced), ())
-    run = with_derivative_of(forward, jax.checkpoint(again, prevent_cse=False))
-    return lambda traced: run(traced)[0]
 
 
 def _scores(flat: Flat) -> set[int]:

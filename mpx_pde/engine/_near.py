@@ -3,7 +3,7 @@ lie near a number from which their distance is taken."""
 
 import functools as ft
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import numpy as np
 
@@ -41,7 +41,10 @@ def near_numbers(
     still, sizes = still_in(flat), _numbers(flat)
     positive = {x for s in flat.steps if s.name in tables.POSITIVE for x in s.outputs}
     out = set(variables([x for i, x in enumerate(flat.outputs) if i in {*outputs}]))
-    inside = ft.cache(_near_inside)
+
+    @ft.cache
+    def inside(step: Step, places: Collection[int]) -> list[int]:
+        return reached_inside(step, lambda flat, _, carried: near_numbers(flat, places, carried))
 
     def operands_of(step: Step) -> Iterable[int]:
         reaches = step.name in tables.DISTANCES and not out.isdisjoint(step.outputs)
@@ -53,16 +56,19 @@ def near_numbers(
     return reaching(flat, out, list(carried), operands_of)
 
 
-def _near_inside(step: Step, places: Collection[int]) -> list[int]:
-    """Returns the operands of an equation that count in the programs it holds (`near_numbers`), if
-    its results at `places` count."""
-    found: list[int] = []
+def reached_inside(
+    step: Step, reached: Callable[[Flat, int, list[tuple[int, int]]], Collection[int]]
+) -> list[int]:
+    """Returns the operands of an equation that are `reached` in the programs that it holds. This
+    function takes a program, the position of its first operand among those of the equation, and the
+    results that a loop carries, paired with the operands that they become."""
+    out: list[int] = []
     for body, start, carried in bodies_in(step.eqn):
         flat = flatten(body, forward_mode=True)
-        inside = near_numbers(flat, places, enumerate(carried))
+        inside = reached(flat, start, list(enumerate(carried)))
         pairs = zip(flat.inputs, step.inputs[start:], strict=False)
-        found += variables([x for k, x in pairs if k in inside])
-    return found
+        out += variables([x for k, x in pairs if k in inside])
+    return out
 
 
 def _numbers(flat: Flat) -> dict[int, float]:

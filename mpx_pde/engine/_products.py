@@ -76,13 +76,13 @@ class Product:
         dtype = self.dtype_of(step, operands, roles, storage)
         half = dtype is not None
         as_stored = half and dtype == storage.dtype
-        out_dtype = storage.registers
+        out_dtype = storage.compute
         if as_stored and step.outputs[0] not in roles.final:
             out_dtype = dtype
         both = all(isinstance(x, Jet) for x in operands)
         if half:
-            # The terms of a product of jets are added in registers.
-            own = _mixed(step.eqn, dtype, storage.registers if both else out_dtype)
+            # The terms of a product of jets are added in the compute dtype.
+            own = _mixed(step.eqn, dtype, storage.compute if both else out_dtype)
         else:
             several = any(x.streams for x in operands if isinstance(x, Jet))
             first = RAW in _stages(step, operands, roles)
@@ -105,7 +105,7 @@ class Product:
         a, b = map(prepared, operands, [aval_of(v).dtype for v in step.eqn.invars])
         if both:
             jet = Jet(times(a.primal, b.primal, (), ()), rules.leibniz(times, a, b))
-            return [storage.stored(jet) if out_dtype != storage.registers else jet], how
+            return [storage.stored(jet) if out_dtype != storage.compute else jet], how
 
         jet, weight = (a, b) if isinstance(a, Jet) else (b, a)
         raw = RAW in _stages(step, operands, roles) and not (half or self.open)
@@ -151,9 +151,10 @@ class Product:
         }
 
     def _full(self, eqn: JaxprEqn, storage: Storage, several: bool, first: bool) -> Any:
-        """Returns a function that multiplies arrays in registers. It does not use TF32 unless the
-        program asks for it. XLA does not merge its products of `several` streams. The `first`
-        product, which meets the point, asks for full precision in any evaluation around.
+        """Returns a function that multiplies arrays in the compute dtype. It does not use
+        TF32 unless the program asks for it. XLA does not merge its products of `several` streams.
+        The `first` product, which meets the point, asks for full precision in any evaluation
+        around.
         """
         if self.open:
             eqn = precise(eqn) if first else eqn
@@ -237,12 +238,12 @@ def _is_real(eqn: JaxprEqn) -> bool:
 
 
 def only_names(eqn: JaxprEqn, operands: Sequence[Any], storage: Storage) -> bool:
-    """Returns whether an equation is a cast of a stored value to the dtype of registers, which
+    """Returns whether an equation is a cast of a stored value to the compute dtype, which
     needs no computation."""
     if eqn.primitive.name not in tables.CASTS:
         return False
     x, new = primal_of(operands[0]), eqn.params["new_dtype"]
-    return new == storage.registers and isinstance(operands[0], Jet) and storage.is_stored(x)
+    return new == storage.compute and isinstance(operands[0], Jet) and storage.is_stored(x)
 
 
 def is_biased(eqn: JaxprEqn, operands: Sequence[Any], halves: Sequence[bool]) -> bool:
@@ -264,12 +265,12 @@ def _beside_an_array(eqn: JaxprEqn, operands: Sequence[Any], names: Collection[s
 def is_weighted(
     eqn: JaxprEqn, operands: Sequence[Any], stages: Sequence[int | None], storage: Storage
 ) -> bool:
-    """Returns whether an equation multiplies or adds a value of stage `DEEP` in registers and an
-    array that does not depend on the point, as a norm does with its weight and its bias. `False` if
-    values are not stored in another dtype than registers."""
+    """Returns whether an equation multiplies or adds a value of stage `DEEP` in the compute dtype
+    and an array that does not depend on the point, as a norm does with its weight and its bias.
+    `False` if values are not stored in another dtype than that."""
     x = _beside_an_array(eqn, operands, tables.ADDITIONS | tables.MULTIPLICATIONS)
-    narrows = storage.dtype not in (None, storage.registers)
-    if not narrows or x is None or x.primal.dtype != storage.registers:
+    narrows = storage.dtype not in (None, storage.compute)
+    if not narrows or x is None or x.primal.dtype != storage.compute:
         return False
     return any(y is x and stage == DEEP for y, stage in zip(operands, stages, strict=True))
 

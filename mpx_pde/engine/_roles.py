@@ -3,7 +3,7 @@ and which have no derivative."""
 
 import abc
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn
 from ..program import _tables as tables
 from ..program._flat import Constant, Flat, Step, variables
 from ..program._jaxpr import bodies_of
-from ._storage import DEEP, FIRST, RAW, WILD, Given, Staged, jet_of
+from ._storage import DEEP, FIRST, RAW, WILD, Staged, Value
 from .taylor._jets import Jet, Operand
 
 
@@ -34,15 +34,12 @@ class AbstractRole(abc.ABC):
     **Attributes:**
 
     - `stage`: how far each variable that depends on the point is from it.
-    - `reached`: the same while the program is evaluated. What loops return is as far as it is in
-        them.
     - `final`: the variables that no product and no loop depends on.
     - `stored`: the variables that are kept in half when they leave a layer.
     - `apart`: the variables that are in no layer with others.
     """
 
     stage: dict[int, int]
-    reached: dict[int, int]
     final: set[int]
     stored: set[int]
     apart: frozenset[int]
@@ -60,32 +57,17 @@ class AbstractRole(abc.ABC):
         """Returns the place of an equation among layers: `"light"` and `"product"` are in one,
         `"raw"` and `"constant"` are outside without an end of one, `"alone"` ends one."""
 
-    def reach(self, step: Step) -> None:
-        """Records how far the results of an equation are from the point."""
-        stage = stage_after(step, self.reached)
-        if stage is not None:
-            self.reached.update(dict.fromkeys(step.outputs, stage))
-
+    @abc.abstractmethod
     def stage_of(self, x: int | Constant) -> int | None:
         """Returns how far an operand is from the point; `None` if it does not depend on it."""
-        return None if isinstance(x, Constant) else self.reached.get(x)
 
-    def staged(self, x: int | Constant, value: Operand) -> Given:
+    def staged(self, x: int | Constant, value: Operand) -> Value:
         """Returns the value of an operand as it enters a program."""
         if not isinstance(value, Jet):
             return value
         stage = self.stage_of(x)
         assert stage is not None, x
         return Staged(value, stage)
-
-    def received(self, step: Step, out: Sequence[Given]) -> list[Operand]:
-        """Returns the results of an equation that holds programs, and records how far they are from
-        the point."""
-        for x, value in zip(step.outputs, out, strict=True):
-            self.reached.pop(x, None)
-            if isinstance(value, Staged):
-                self.reached[x] = value.stage
-        return list(map(jet_of, out))
 
 
 def stage_after(step: Step, stage: Mapping[int, int]) -> int | None:

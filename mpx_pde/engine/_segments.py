@@ -27,8 +27,8 @@ from ._roles import (
     stage_after,
     still_in,
 )
-from ._storage import DEEP, RAW
-from .taylor._jets import is_inexact
+from ._storage import DEEP, RAW, Staged, Value, jet_of
+from .taylor._jets import Jet, Operand, is_inexact
 from .taylor._plan import Index, Plan
 
 
@@ -65,6 +65,8 @@ class StreamRole(AbstractRole):
 
     **Attributes:**
 
+    - `reached`: how far each variable is from the point, as it is evaluated. What loops return is
+        as far as it is in them.
     - `asked`: the streams of each variable that the results depend on, and `()` if they depend on
         its value. After the last nonlinear function, streams that nobody asked for are dropped.
     - `still`: the variables without a derivative, such as a result of `jax.lax.stop_gradient`.
@@ -92,6 +94,30 @@ class StreamRole(AbstractRole):
     def asked_of(self, x: int) -> frozenset[Index]:
         """Returns the streams of a variable that the results depend on."""
         return self.asked.get(x, frozenset())
+
+    def needed(self, step: Step, operands: Sequence[Any]) -> list[Any]:
+        """Returns the operands of an equation without the streams that its results do not depend
+        on. An equation that only leads to a value may have no derivative."""
+        values = step.outputs and not any(map(any, map(self.asked_of, step.outputs)))
+        return [x.only(()) if values and isinstance(x, Jet) else x for x in operands]
+
+    def stage_of(self, x: int | Constant) -> int | None:
+        return None if isinstance(x, Constant) else self.reached.get(x)
+
+    def reach(self, step: Step) -> None:
+        """Records how far the results of an equation are from the point."""
+        stage = stage_after(step, self.reached)
+        if stage is not None:
+            self.reached.update(dict.fromkeys(step.outputs, stage))
+
+    def received(self, step: Step, out: Sequence[Value]) -> list[Operand]:
+        """Returns the results of an equation that holds programs, and records how far they are from
+        the point."""
+        for x, value in zip(step.outputs, out, strict=True):
+            self.reached.pop(x, None)
+            if isinstance(value, Staged):
+                self.reached[x] = value.stage
+        return list(map(jet_of, out))
 
     def rule(self, step: Step) -> None:
         return None

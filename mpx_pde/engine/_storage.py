@@ -40,20 +40,19 @@ class Staged:
         return Staged(self.jet.only(keys), self.stage)
 
 
-Given = Any
+Value = Any
 """A [`Staged`][] value, or an array that does not depend on the point."""
 
 
-def jet_of(x: Given) -> Operand:
+def jet_of(x: Value) -> Operand:
     return x.jet if isinstance(x, Staged) else x
 
 
-def array_of(x: Given) -> Any:
+def array_of(x: Value) -> Any:
     """Returns a value without its streams."""
     return primal_of(jet_of(x))
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Storage:
     """The way in which streams are computed, and kept between layers. Arrays in half are *stored*:
@@ -61,47 +60,47 @@ class Storage:
 
     **Attributes:**
 
-    - `registers`: the dtype that everything except products is computed in. Values that are float64
+    - `compute`: the dtype that everything except products is computed in. Values that are float64
         in the program stay float64.
     - `dtype`: the dtype that streams are kept in between layers; `None` keeps them as computed.
     - `scales`: for each stream, the power of two that it is multiplied by when it is kept, and its
         inverse. They are float32, and have an axis for stacked streams. Other streams are unscaled.
-    - `narrows`: whether float64 values are computed in narrower registers nevertheless.
+    - `narrows`: whether float64 values are computed in a narrower dtype nevertheless.
     """
 
-    registers: np.dtype = eqx.field(static=True)
-    dtype: np.dtype | None = eqx.field(static=True, default=None)
+    compute: np.dtype
+    dtype: np.dtype | None = None
     scales: Mapping[Index, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
-    narrows: bool = eqx.field(static=True, default=False)
+    narrows: bool = False
 
     def is_stored(self, x: Any) -> bool:
-        return self.dtype is not None and x.dtype == self.dtype != self.registers
+        return self.dtype is not None and x.dtype == self.dtype != self.compute
 
     def width_of(self, dtype: Any) -> np.dtype:
         """Returns the dtype that a value of `dtype` in the program is computed in: its own for
-        integers, that of registers or a wider one for other numbers."""
+        integers, `compute` or a wider one for other numbers."""
         if not jnp.issubdtype(dtype, jnp.inexact):
             return np.dtype(dtype)
-        own = self.registers if self.narrows else jnp.finfo(dtype).dtype
-        wide = np.promote_types(self.registers, own)
+        own = self.compute if self.narrows else jnp.finfo(dtype).dtype
+        wide = np.promote_types(self.compute, own)
         is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
         return np.promote_types(wide, np.complex64) if is_complex else wide
 
     def constant(self, x: Any, dtype: Any = None) -> Any:
         """Casts an array to the dtype that `dtype`, by default its own, is computed in."""
-        own = dtype is None or dtype == self.registers  # NumPy takes `None` for float64
-        if own and getattr(x, "dtype", None) == self.registers:
+        own = dtype is None or dtype == self.compute  # NumPy takes `None` for float64
+        if own and getattr(x, "dtype", None) == self.compute:
             return x
         return cast(x, self.width_of(x.dtype if dtype is None else dtype)) if is_inexact(x) else x
 
     def store(self, x: Any, key: Index) -> Any:
-        """Returns a stream as it is kept. An array that is not in registers is left unchanged."""
-        if x is None or self.dtype in (None, self.registers) or x.dtype != self.registers:
+        """Returns a stream as it is kept. One in another dtype than `compute` is left unchanged."""
+        if x is None or self.dtype in (None, self.compute) or x.dtype != self.compute:
             return x
         return self.scaled(x, key).astype(self.dtype)
 
     def scaled(self, x: Any, key: Index) -> Any:
-        """Returns an array in registers, multiplied by the scale of its stream."""
+        """Returns an array in the compute dtype, multiplied by the scale of its stream."""
         return x * _along(self.scales[key][0], x) if key in self.scales else x
 
     def unscaled(self, x: Any, key: Index) -> Any:
@@ -121,7 +120,7 @@ class Storage:
 
         def load(array, key):
             if self.is_stored(array):
-                array = self.unscaled(array.astype(self.registers), key)
+                array = self.unscaled(array.astype(self.compute), key)
             return self.constant(array, dtype)
 
         return x.map(load) if isinstance(x, Jet | Staged) else self.constant(x, dtype)
@@ -135,7 +134,7 @@ class Storage:
         return jet.map(self.store)
 
 
-def tell(overflows: dict[Any, Any], key: Hashable, does: Any) -> None:
+def add_overflow(overflows: dict[Any, Any], key: Hashable, does: Any) -> None:
     """Records in `overflows` that the stream `key` overflows, or that it does not."""
     overflows[key] = overflows[key] | does if key in overflows else does
 

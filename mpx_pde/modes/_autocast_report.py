@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, Primitive
 
-from ..engine import Mixed, multiplied_in, primal_of
+from ..engine import Mixed, multiplied_in
 from ..precision._dtypes import is_half
 from ..program import _tables as tables
 from ..program._flat import Constant, Flat, Step
@@ -109,14 +109,7 @@ class Recorder:
         scopes = _scopes(eqn, around)
         return match(self.half, eqn, scopes), match(self.full, eqn, scopes)
 
-    def operation(
-        self,
-        step: Step,
-        around: Sequence[JaxprEqn],
-        operands: Sequence[Any],
-        results: Sequence[Any],
-        roles: Any,
-    ) -> None:
+    def operation(self, step: Step, around: Sequence[JaxprEqn], roles: Any) -> None:
         """Records the rule and dtypes of an equation inside of the containers `around` it."""
         eqn, rule, key = step.eqn, roles.rule(step), lambda x: (id(roles), x)
         given = (self.asked.get(key(x)) for x in step.variables)
@@ -143,25 +136,24 @@ class Recorder:
         if not floating or where in self.seen:
             return
 
-        def dtypes(*each):
-            return tuple(self._dtype(roles, *x) for x in zip(*each, strict=True))
+        def dtypes(names, atoms):
+            return tuple(self._dtype(roles, *x) for x in zip(names, atoms, strict=True))
 
         operation = Operation(
             primitive=eqn.primitive.name,
             rule=rule.name,
             reason=rule.reason,
-            operands=dtypes(step.inputs, eqn.invars, operands),
-            results=dtypes(step.outputs, eqn.outvars, results),
+            operands=dtypes(step.inputs, eqn.invars),
+            results=dtypes(step.outputs, eqn.outvars),
             scope=scope,
             line=line,
             multiplied=multiplied_in(eqn, rule.name, self.mixed.dtype, self.mixed.algorithm),
         )
         self.seen[where] = eqn, operation, rule.known
 
-    def _dtype(self, roles: Any, name: Any, atom: Any, value: Any) -> str:
+    def _dtype(self, roles: Any, name: Any, atom: Any) -> str:
         if not self.mixed.governs(atom.aval):
-            array = primal_of(value)
-            return str(getattr(array, "dtype", type(array).__name__))
+            return str(getattr(atom.aval, "dtype", type(atom.aval).__name__))
         rounded = name in roles.stored and name not in roles.near
         return self.mixed.dtype.name if rounded else "float32"
 

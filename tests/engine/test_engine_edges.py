@@ -101,7 +101,7 @@ def of_their_own(name, point, first, weights):
     list(zip(OF_THEIR_OWN, 3 * HALVES, (*(3e4,) * 3, 1.0, 1.0), strict=False)),
 )
 def test_functions_with_a_derivative_of_their_own_in_half(name, half, size):
-    """They are computed in registers, like all operations between products. In half, streams of a
+    """They are computed in float32, like all operations between products. In half, streams of a
     network of long coordinates would vanish."""
     first, weights = (0.7 * jax.random.normal(jax.random.key(i), (8, 2 + 6 * i)) for i in (0, 1))
     first, weights = first / size, weights.astype(half)
@@ -402,8 +402,8 @@ def test_layers_that_differ_in_a_literal_array_are_not_taken_for_one():
 
 def test_layers_that_are_alike_are_traced_once(monkeypatch):
     made = []
-    make = Derivatives._as_layer
-    monkeypatch.setattr(Derivatives, "_as_layer", lambda *args: made.append(args) or make(*args))
+    make = Derivatives._again
+    monkeypatch.setattr(Derivatives, "_again", lambda *args: made.append(args) or make(*args))
 
     def layers(depth):
         made.clear()

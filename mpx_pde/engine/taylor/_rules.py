@@ -8,7 +8,6 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +29,6 @@ KEPT_TERMS = "mpx_pde.kept_terms"
 again from these."""
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rules:
     """The rules of one evaluation.
@@ -45,10 +43,10 @@ class Rules:
         pass.
     """
 
-    plan: Plan = eqx.field(static=True)
+    plan: Plan
     factors: Sequence[Sequence[Any]] = ()
-    own: Callable[[JaxprEqn, Sequence[Any]], list] = eqx.field(static=True, default=own_bind)
-    summed: bool = eqx.field(static=True, default=True)
+    own: Callable[[JaxprEqn, Sequence[Any]], list] = own_bind
+    summed: bool = True
 
     @ft.cached_property
     def weights(self) -> dict[Index, tuple[tuple[Any, Index], ...]]:
