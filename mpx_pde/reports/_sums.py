@@ -1,22 +1,20 @@
 """Lists the sums of a jaxpr that are so long that half precision may let them stand still."""
 
 import dataclasses
-import functools as ft
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from ..program import _tables as tables
 from ..program._flat import Flat, Step, dependent, flatten, variables
-from ..program._jaxpr import aval_of, bodies_of, close, is_container, own_bind
+from ..program._jaxpr import aval_of, bodies_of, close, is_container
 from ..program._lines import NOWHERE, Site, site_inside, site_of
 from ..program._rebind import scan_counts
+from ._known import LARGEST, Known, constant, results
 
 
 UNITS = {"float16": 2**11, "bfloat16": 2**8}
@@ -26,9 +24,6 @@ STEPS = {"float16": 2**7, "bfloat16": 2**6}
 """The number of steps from which on a loop loses too much of what each step adds to its state. Of n
 steps of an integrator each adds about 1/n of the state, so most digits of it are rounded away: the
 gradient of 128 Euler steps is off by 2 % in float16, that of 64 steps by 10 % in bfloat16."""
-
-_LARGEST = 2**24
-"""The largest array of indices that is looked at."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,10 +63,6 @@ class LongSum:
         what = f"`{self.primitive}`" + " of a gradient" * self.backward
         terms = "steps" if self.steps else "terms"
         return f"{self.line} {what}: up to {self.terms:,} {terms} in {self.dtype}"
-
-
-_Known = Callable[[], np.ndarray]
-"""A function that computes an array which depends on no argument of the program."""
 
 
 def long_sums(closed: ClosedJaxpr, *, wide: bool = False) -> list[LongSum]:
@@ -133,26 +124,26 @@ class _Search:
         return sorted(self.sums.values(), key=lambda x: -x.terms)
 
     def _visit(
-        self, closed: ClosedJaxpr, operands: Sequence[_Known | None], outer: Site
-    ) -> list[_Known | None]:
+        self, closed: ClosedJaxpr, operands: Sequence[Known | None], outer: Site
+    ) -> list[Known | None]:
         jaxpr = closed.jaxpr
-        known: dict[Any, _Known | None] = dict(zip(jaxpr.invars, operands, strict=True))
+        known: dict[Any, Known | None] = dict(zip(jaxpr.invars, operands, strict=True))
         pairs = zip(jaxpr.constvars, closed.consts, strict=True)
-        known.update((v, _constant(x)) for v, x in pairs)
-        read = lambda atom: _constant(atom.val) if isinstance(atom, Literal) else known.get(atom)
+        known.update((v, constant(x)) for v, x in pairs)
+        read = lambda atom: constant(atom.val) if isinstance(atom, Literal) else known.get(atom)
         for eqn in jaxpr.eqns:
             given, site = list(map(read, eqn.invars)), site_of(eqn, outer)
             if is_container(eqn):
                 out = self._enter(eqn, given, site)
             else:
                 self._look(eqn, given, site)
-                out = _results(eqn, given)
+                out = results(eqn, given)
             known.update(zip(eqn.outvars, out, strict=True))
         return list(map(read, jaxpr.outvars))
 
-    def _enter(self, eqn: JaxprEqn, given: list, site: Site) -> list[_Known | None]:
+    def _enter(self, eqn: JaxprEqn, given: list, site: Site) -> list[Known | None]:
         name, bodies, inside = eqn.primitive.name, bodies_of(eqn), site_inside(eqn, site)
-        unknown: list[_Known | None] = [None] * len(eqn.outvars)
+        unknown: list[Known | None] = [None] * len(eqn.outvars)
         if name == "scan":
             self._carried(eqn, bodies[0], site)
         if name in ("scan", "while", "cond", "shard_map") or len(bodies) != 1:
@@ -246,25 +237,6 @@ def _added_to(steps: Sequence[Step], start: int) -> Mapping[Any, Step | None]:
     return held
 
 
-# Values that are known while tracing.
-
-
-def _constant(x: Any) -> _Known | None:
-    return None if isinstance(x, Tracer) else lambda: np.asarray(x)
-
-
-def _results(eqn: JaxprEqn, given: list[_Known | None]) -> list[_Known | None]:
-    if eqn.effects or any(x is None for x in given) or not eqn.outvars:
-        return [None] * len(eqn.outvars)
-
-    @ft.cache
-    def results():
-        with jax.ensure_compile_time_eval():
-            return own_bind(eqn, [jnp.asarray(x()) for x in given if x is not None])
-
-    return [lambda i=i: np.asarray(results()[i]) for i in range(len(eqn.outvars))]
-
-
 def _most_alike(rows: np.ndarray) -> int:
     """Returns how often the most frequent row occurs."""
     if rows.shape[1] == 0 or not len(rows):
@@ -282,7 +254,7 @@ def _of_scatter(eqn: JaxprEqn, given: list) -> int:
     batch = eqn.params["dimension_numbers"].scatter_indices_batching_dims
     rows = math.prod(n for i, n in enumerate(shape[:-1]) if i not in batch)
     known = given[1]
-    if rows <= UNITS["bfloat16"] or known is None or math.prod(shape) > _LARGEST:
+    if rows <= UNITS["bfloat16"] or known is None or math.prod(shape) > LARGEST:
         return rows
     indices = np.moveaxis(known(), batch, range(len(batch)))
     groups = indices.reshape(math.prod(shape[i] for i in batch), -1, shape[-1])
@@ -309,12 +281,12 @@ def _contracted(eqn: JaxprEqn) -> tuple[int, list[int]]:
 def _of_bcoo(eqn: JaxprEqn, given: list) -> int:
     size, axes = _contracted(eqn)
     shape = aval_of(eqn.invars[1]).shape
-    if given[1] is None or len(shape) != 2 or math.prod(shape) > _LARGEST:
+    if given[1] is None or len(shape) != 2 or math.prod(shape) > LARGEST:
         return min(size, shape[-2])
     return _most_alike(np.delete(given[1](), axes, axis=1))
 
 
-def _of_rows(starts: _Known | None, otherwise: int) -> int:
+def _of_rows(starts: Known | None, otherwise: int) -> int:
     """Returns the length of the longest row of a matrix in compressed rows."""
     known = None if starts is None else starts()
     return otherwise if known is None or known.ndim != 1 else int(np.diff(known).max(initial=0))
