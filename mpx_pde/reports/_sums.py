@@ -3,14 +3,14 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from ..program import _tables as tables
-from ..program._flat import Flat, Step, dependent, flatten, variables
+from ..program._flat import Constant, Flat, Step, dependent, flatten, variables
 from ..program._jaxpr import aval_of, bodies_of, close, is_container
 from ..program._lines import NOWHERE, Site, site_inside, site_of
 from ..program._rebind import scan_counts
@@ -145,7 +145,7 @@ class _Search:
         name, bodies, inside = eqn.primitive.name, bodies_of(eqn), site_inside(eqn, site)
         unknown: list[Known | None] = [None] * len(eqn.outvars)
         if name == "scan":
-            self._carried(eqn, bodies[0], site)
+            self._carried(eqn, bodies[0], given, site)
         if name in ("scan", "while", "cond", "shard_map") or len(bodies) != 1:
             for body in bodies:
                 fixed = scan_counts(eqn)[0] if name == "scan" else 0
@@ -176,24 +176,26 @@ class _Search:
             terms = max(terms, self.sums[key].terms if key in self.sums else 0)
             self.sums[key] = LongSum(line, name, dtype, terms, backward, steps)
 
-    def _carried(self, eqn: JaxprEqn, body: ClosedJaxpr, site: Site) -> None:
+    def _carried(self, eqn: JaxprEqn, body: ClosedJaxpr, given: list, site: Site) -> None:
         """Looks for values that a loop carries and adds something to at each step."""
         length, (first, count) = eqn.params["length"], scan_counts(eqn)
         carried = range(first, first + count)
         if not isinstance(length, int) or not any(self._counts(body.in_avals[i]) for i in carried):
             return
         flat = flatten(body, forward_mode=False)
-        inside = site_inside(eqn, site)
+        inside, fixed = site_inside(eqn, site), _fixed(flat, given[:first])
         for i in carried:
             if self._counts(body.in_avals[i]):
-                held = _added_to(flat.steps, flat.inputs[i])
-                added = held.get(flat.outputs[i - first])
-                if added is not None:
-                    where = _site_in(added, inside)
+                units = UNITS.get(body.in_avals[i].dtype.name, UNITS["bfloat16"])
+                held = _added_to(flat.steps, flat.inputs[i], fixed, units)
+                added = held.get(flat.outputs[i - first], _Held())
+                if added.at is not None:
+                    where = _site_in(added.at, inside)
                     where = where if where.line else site
-                    terms = {*added.variables} - held.keys()
+                    terms = {*added.at.variables} - held.keys()
                     steps = not terms.isdisjoint(_fed_by(flat, i, carried))
-                    self._add("scan", body.in_avals[i], length, where, steps)
+                    if not (steps and added.scaled):
+                        self._add("scan", body.in_avals[i], length, where, steps)
 
 
 def _fed_by(flat: Flat, i: int, carried: range) -> set[int]:
@@ -219,9 +221,20 @@ _PASSED = tables.LAYOUT | {"convert_element_type", "select_n", "optimization_bar
 """Operations that hand a carried value on."""
 
 
-def _added_to(steps: Sequence[Step], start: int) -> Mapping[Any, Step | None]:
-    """Returns the variables that hold the value of `start` plus something, each with the sum."""
-    held: dict[Any, Step | None] = {start: None}
+class _Held(NamedTuple):
+    """A variable that holds a carried value: the sum in which something was added to it, if any,
+    and whether it was multiplied by a number that is not known."""
+
+    at: Step | None = None
+    scaled: bool = False
+
+
+def _added_to(
+    steps: Sequence[Step], start: int, fixed: Mapping[int, Known | None], units: int
+) -> Mapping[Any, _Held]:
+    """Returns the variables that hold the value of `start`. `fixed` are those that are the same in
+    each step of the loop."""
+    held: dict[Any, _Held] = {start: _Held()}
     for step in steps:
         from_start = [x for x in variables(step.inputs) if x in held]
         if not from_start:
@@ -229,12 +242,46 @@ def _added_to(steps: Sequence[Step], start: int) -> Mapping[Any, Step | None]:
         if step.name in tables.ADDITIONS and not (
             step.name == "sub" and step.inputs[0] not in held
         ):
-            held[step.outputs[0]] = step
+            scaled = any(held[x].scaled for x in from_start)
+            held[step.outputs[0]] = _Held(step, scaled)
+        elif step.name == "mul" and len(from_start) == 1:
+            (factor,) = (x for x in step.inputs if x != from_start[0])
+            if _keeps(factor, fixed, units):
+                value = _value(factor, fixed)
+                held[step.outputs[0]] = held[from_start[0]]._replace(scaled=value is None)
         elif step.name in _PASSED and len(step.outputs) in (1, len(step.inputs)):
             each = step.outputs if len(step.outputs) > 1 else step.outputs * len(step.inputs)
             pairs = zip(step.inputs, each, strict=True)
             held.update((y, held[x]) for x, y in pairs if x in from_start)
     return held
+
+
+def _fixed(flat: Flat, given: Sequence[Known | None]) -> dict[int, Known | None]:
+    """Returns the variables of the body of a loop that are the same in each step, with their values
+    if they are known. `given` are the constants of the loop."""
+    fixed: dict[int, Known | None] = dict(zip(flat.inputs, given, strict=False))
+    fixed.update((k, constant(x.value)) for k, x in flat.constants.items())
+    for step in flat.steps:
+        if not step.eqn.effects and fixed.keys() >= {*step.variables} and not bodies_of(step.eqn):
+            values = results(step.eqn, [_value(x, fixed) for x in step.inputs])
+            fixed.update(zip(step.outputs, values, strict=True))
+    return fixed
+
+
+def _value(x: int | Constant, fixed: Mapping[int, Known | None]) -> Known | None:
+    return constant(x.value) if isinstance(x, Constant) else fixed.get(x)
+
+
+def _keeps(factor: int | Constant, fixed: Mapping[int, Known | None], units: int) -> bool:
+    """Returns whether a carried value may keep its size when it is multiplied by `factor` in each
+    step, as in Horner's rule. Factors that are known to let it decay or grow within `units` steps
+    do not."""
+    if not isinstance(factor, Constant) and factor not in fixed:
+        return False
+    known = _value(factor, fixed)
+    if known is None:
+        return True
+    return bool(np.any(np.abs(np.abs(np.asarray(known(), np.float64)) - 1) < 1 / units))
 
 
 def _most_alike(rows: np.ndarray) -> int:
