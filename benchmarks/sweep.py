@@ -84,10 +84,9 @@ def arrays_of(f: Function, size: str, half: str) -> tuple[np.ndarray, ...] | Non
     if f.matrix:
         return None
     if size == "ties":
-        return TIES[: 1 + f.companion]
-    if (
-        len({program_size(f, n) for n in (48, 96)}) > 1
-    ):  # as `jnp.poly`, an equation for each number
+        return tuple(x[: f.arrays()[0].size] for x in TIES[: 1 + f.companion])
+    # `jnp.poly` has an equation for each number.
+    if f.series or len({program_size(f, n) for n in (48, 96)}) > 1:
         return None
     long = tuple(np.ones(LONG, np.float32) for _ in f.arrays())
     program = traced(f.call, long) or ""

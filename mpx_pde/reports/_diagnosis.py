@@ -39,7 +39,7 @@ def diagnose(run: Callable, step: tuple, program: Program) -> None:
         _warn_of_phases(gradient, program.closed)
         _warn_of_functions(program.closed)
     if gradient.mode.forward is None:
-        _warn_of_differences(gradient, program.closed)
+        _warn_of_differences(gradient, args[0], program)
     if gradient.derivatives is not None and gradient.derivatives.active:
         _warn_of_unused_scaling(program.closed)
     if gradient.has_aux and gradient.mode.casts:
@@ -164,17 +164,19 @@ def _warn_of_functions(closed: ClosedJaxpr) -> None:
         )
 
 
-def _warn_of_differences(gradient: Any, closed: ClosedJaxpr) -> None:
+def _warn_of_differences(gradient: Any, model: PyTree, program: Program) -> None:
     """Warns of differences that magnify the rounding of what half products computed."""
-    half = gradient.mode.dtype.name
-    if differences := magnified_differences(closed, half):
-        line, what, nodes = differences[0]
+    half, own = gradient.mode.dtype.name, {id(x) for x in jtu.tree_leaves(model)}
+    parameters = [i for i, (_, x) in enumerate(program.leaves) if id(x) in own]
+    if differences := magnified_differences(program.closed, half, parameters):
+        line, what, nodes, factor = differences[0]
         more = f" {len(differences) - 1} other lines are alike." if differences[1:] else ""
         warn_user(
-            f"`{called()}`: {line} {what} values at {nodes:,} nodes that products of {half} "
-            f"computed.{more} Second differences magnify their rounding, relative to the result, "
-            "by about the square of that number. Pass `forward='float32'`. If it averages, or if "
-            "it is meant, filter `mpx_pde.PrecisionWarning`."
+            f"`{called()}`: {line} {what} values at {nodes:,} nodes that were rounded to "
+            f"{half}, or that products of {half} computed.{more} It magnifies their rounding, "
+            f"relative to the result, by a factor of about {float(f'{factor:.1g}'):,.0f}. Pass "
+            "`forward='float32'`. If it averages, or if it is meant, filter "
+            "`mpx_pde.PrecisionWarning`."
         )
 
 

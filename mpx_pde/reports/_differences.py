@@ -5,21 +5,20 @@ difference of a smooth function is smaller than the function by about the square
 nodes, and these errors are not.
 """
 
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, SupportsInt
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ..program import _tables as tables
-from ..program._flat import Constant, Flat, Step, flatten
+from ..program._flat import Constant, Step, flatten
 from ..program._jaxpr import aval_of, bodies_of, equations_in
 from ..program._lines import line_of
 from ..program._products import is_half_product
 from ..program._rebind import scan_counts
+from ._known import Known, constant, results
+from ._stencils import Stencil, magnified_by_matrix, stencil_of
 from ._sums import UNITS
 
 
@@ -29,200 +28,139 @@ _LEAST = 8
 
 
 class Magnified(NamedTuple):
-    """The line of a difference, what it does, and the number of nodes."""
+    """The line of a difference, what it does, the number of nodes, and by how much it magnifies
+    rounding."""
 
     line: str
     what: str
     nodes: int
+    factor: float
 
 
-def magnified_differences(closed: ClosedJaxpr, half: str) -> list[Magnified]:
-    """Returns the second differences along a grid, and the products with sparse matrices, of values
-    that products of `half` computed, each line once. A matrix of at least three entries in a row
-    counts, unless they are known while tracing and do not cancel."""
+def magnified_differences(
+    closed: ClosedJaxpr, half: str, parameters: Collection[int] = ()
+) -> list[Magnified]:
+    """Returns the second differences along a grid, and the products with matrices of differences,
+    of values that products of `half` computed, each line once. Operands at the positions
+    `parameters` count from where they are rounded.
+
+    Differences are taken by slices, shifts and sums, by a convolution with a known kernel, and by a
+    matrix. A dense matrix has to be known while tracing. A sparse one of at least three entries in
+    a row counts, unless it is known and does not cancel.
+    """
     found: dict[str, Magnified] = {}
-    for one in _found_in(closed, half, (), ()):
-        if one.nodes**2 > _LEAST * UNITS[half]:
+    found: dict[str, Magnified] = {}
+    search = _Search(half)
+    for one in search.found_in(closed, _Given({*parameters}, set(), {}), ()):
+        if one.factor > _LEAST * UNITS[half]:
             found.setdefault(one.line, one)
     return list(found.values())
 
 
-def _found_in(
-    closed: ClosedJaxpr, half: str, inputs: Collection[int], around: tuple[JaxprEqn, ...]
+class _Given(NamedTuple):
+    """What is known of the operands of a jaxpr, by their positions: which depend on parameters,
+    which half products computed, and which are known while tracing."""
+
+    moving: set[int]
+    computed: set[int]
+    known: dict[int, Known]
+
+
+class _Search:
+    def __init__(self, half: str):
+        self.half = half
+
+    def found_in(
+        self, closed: ClosedJaxpr, given: _Given, around: tuple[JaxprEqn, ...]
+    ) -> Iterator[Magnified]:
+        """Yields what is found in a jaxpr inside of the containers `around` it."""
+        flat, stencils = flatten(closed, forward_mode=False), dict[int, Stencil]()
+        moving, computed = ({flat.inputs[i] for i in at} for at in given[:2])
+        known = {k: constant(x.value) for k, x in flat.constants.items()}
+        known.update((flat.inputs[i], x) for i, x in given.known.items())
+        for step in flat.steps:
+            calls, bodies = (*around, *step.calls), bodies_of(step.eqn)
+            values = [_value(x, known) for x in step.inputs]
+            moves, reached = (not x.isdisjoint(step.values) for x in (moving, computed))
+            makes = self._multiplies(step)
+            if moves:
+                moving.update(step.outputs)
+            if reached or makes or (moves and self._rounds(step)):
+                computed.update(step.outputs)
+            for body in bodies:
+                inner = _Given(
+                    _positions(step, moving), _positions(step, computed), _fixed(step, values)
+                )
+                if step.name == "scan" and makes:
+                    first, count = scan_counts(step.eqn)
+                    inner.computed.update(range(first, first + count))
+                same = len(body.in_avals) == len(step.inputs)
+                inner = inner if same else _Given(set(), set(), {})
+                yield from self.found_in(body, inner, (*calls, step.eqn))
+            if not bodies:
+                known.update(zip(step.outputs, results(step.eqn, values), strict=True))
+            stencil = stencil_of(step, stencils, values)
+            if stencil is not None:
+                stencils[step.outputs[0]] = stencil
+            if reached or (moves and makes):
+                yield from _magnified(step, stencil, values, calls)
+
+    def _multiplies(self, step: Step) -> bool:
+        """Returns whether an equation is a half product or contains one."""
+        inside = (eqn for body in bodies_of(step.eqn) for eqn in equations_in(body))
+        return any(is_half_product(eqn, self.half) for eqn in (step.eqn, *inside))
+
+    def _rounds(self, step: Step) -> bool:
+        return step.name in tables.CASTS and aval_of(step.eqn.outvars[0]).dtype == self.half
+
+
+def _value(x: int | Constant, known: dict[int, Known | None]) -> Known | None:
+    return constant(x.value) if isinstance(x, Constant) else known.get(x)
+
+
+def _positions(step: Step, among: set[int]) -> set[int]:
+    return {i for i, x in enumerate(step.inputs) if x in among}
+
+
+def _fixed(step: Step, values: Sequence[Known | None]) -> dict[int, Known]:
+    """Returns the known operands that are the same at each step of a loop."""
+    count = scan_counts(step.eqn)[0] if step.name == "scan" else len(values)
+    return {i: x for i, x in enumerate(values[:count]) if x is not None}
+
+
+def _magnified(
+    step: Step,
+    stencil: Stencil | None,
+    values: Sequence[Known | None],
+    calls: tuple[JaxprEqn, ...],
 ) -> Iterator[Magnified]:
-    """Yields what is found in a jaxpr inside of the containers `around` it. Half products computed
-    its operands at the positions `inputs`."""
-    flat = flatten(closed, forward_mode=False)
-    computed, stencils = {flat.inputs[i] for i in inputs}, dict[int, _Stencil]()
-    for step in flat.steps:
-        calls, reached = (*around, *step.calls), not computed.isdisjoint(step.values)
-        bodies = bodies_of(step.eqn)
-        makes = is_half_product(step.eqn, half) or any(_multiplies(body, half) for body in bodies)
-        if reached or makes:
-            computed.update(step.outputs)
-        for body in bodies:
-            given = [i for i, x in enumerate(step.inputs) if x in computed]
-            if step.name == "scan" and makes:
-                first, count = scan_counts(step.eqn)
-                given += range(first, first + count)
-            known = given if len(body.in_avals) == len(step.inputs) else ()
-            yield from _found_in(body, half, known, (*calls, step.eqn))
-        stencil = _stencil(step, stencils)
-        if stencil is not None:
-            stencils[step.outputs[0]] = stencil
-        if step.name in tables.SPARSE and reached:
-            what = f"multiplies by a sparse matrix (`{step.name}`)"
-            yield Magnified(line_of(step.eqn, calls), what, _rows(step, flat))
-        elif stencil is not None and reached and stencil.is_second_difference:
-            what = "takes second differences of"
-            yield Magnified(line_of(step.eqn, calls), what, stencil.nodes)
+    """Yields a difference that an equation takes."""
+    line = line_of(step.eqn, calls)
+    if step.name in tables.SPARSE:
+        rows = _rows(step, values)
+        yield Magnified(line, f"multiplies by a sparse matrix (`{step.name}`)", rows, rows**2)
+    elif step.name in tables.DOTS:
+        nodes, factor = magnified_by_matrix(step, values)
+        yield Magnified(line, "multiplies by a matrix of differences", nodes, factor)
+    elif stencil is not None and stencil.is_second_difference:
+        what = "takes second differences of"
+        yield Magnified(line, what, stencil.nodes, stencil.nodes**2)
 
 
-def _multiplies(closed: ClosedJaxpr, half: str) -> bool:
-    return any(is_half_product(eqn, half) for eqn in equations_in(closed))
-
-
-def _rows(step: Step, flat: Flat) -> int:
+def _rows(step: Step, values: Sequence[Known | None]) -> int:
     """Returns the number of rows of a sparse matrix; 0 if it takes no second differences. These
     need three entries in a row, which cancel."""
-    entries, indices = (_known(x, flat) for x in step.inputs[:2])
     count = aval_of(step.eqn.invars[0]).shape[-1]
     rows = max(aval_of(step.eqn.outvars[0]).shape, default=0)
     if not isinstance(rows, int) or not isinstance(count, int) or count <= 2 * rows:
         return 0
-    if entries is None:
+    if values[0] is None:
         return rows
-    if step.name.startswith("bcoo") and indices is not None and entries.ndim == 1:
+    entries = values[0]()
+    if step.name.startswith("bcoo") and values[1] is not None and entries.ndim == 1:
         (axes, _), _ = step.eqn.params["dimension_numbers"]
-        row = np.delete(indices, axes, axis=1)[:, 0]
+        row = np.delete(values[1](), axes, axis=1)[:, 0]
         total, size = (np.bincount(row, x) for x in (entries, np.abs(entries)))
         cancels = (np.bincount(row, entries != 0) > 2) & (np.abs(total) < 1e-2 * size)
         return rows if np.mean(cancels) > 0.5 else 0
     return 0 if np.all(entries >= 0) or np.all(entries <= 0) else rows
-
-
-def _known(x: Any, flat: Flat) -> np.ndarray | None:
-    """Returns the value of an operand if it is known while tracing."""
-    constant = x if isinstance(x, Constant) else flat.constants.get(x)
-    if constant is None or isinstance(constant.value, Tracer):
-        return None
-    return np.asarray(constant.value)
-
-
-class _Stencil(NamedTuple):
-    """A sum of moved copies of an array, `root`, by their offsets along its axes."""
-
-    root: int
-    nodes: int
-    terms: Mapping[tuple[int, ...], float]
-
-    @property
-    def is_second_difference(self) -> bool:
-        """Returns whether constants and linear functions vanish in it, and not all functions do."""
-        weights = np.asarray(list(self.terms.values()))
-        offsets = np.asarray(list(self.terms.keys()), np.float64)
-        least = 1e-3 * float(np.sum(np.abs(weights)))
-        moments = [np.sum(weights), *(weights @ offsets)]
-        return least > 0 and len(weights) > 2 and bool(np.all(np.abs(moments) < least))
-
-
-def _stencil(step: Step, known: Mapping[int, _Stencil]) -> _Stencil | None:
-    """Returns the result of an equation as a stencil, or `None` if it is none."""
-    if step.name not in _STENCILS or len(step.outputs) != 1:
-        return None
-    shape = aval_of(step.eqn.outvars[0]).shape
-    if not all(isinstance(n, int) for n in shape):
-        return None
-    operands = [_of(x, v, known) for x, v in zip(step.inputs, step.eqn.invars, strict=True)]
-    return _STENCILS[step.name](step, operands)
-
-
-def _of(x: Any, atom: Any, known: Mapping[int, _Stencil]) -> _Stencil | None:
-    """Returns an operand as a stencil: itself, if nothing else is known of it."""
-    shape, dtype = aval_of(atom).shape, aval_of(atom).dtype
-    if isinstance(x, Constant) or not shape or not jnp.issubdtype(dtype, jnp.floating):
-        return None
-    nodes = max((n for n in shape if isinstance(n, int)), default=0)
-    return known.get(x) or _Stencil(x, nodes, {(0,) * len(shape): 1.0})
-
-
-def _moved(stencil: _Stencil | None, by: Sequence[SupportsInt]) -> _Stencil | None:
-    """Returns a stencil moved along each axis. Parameters of equations may be NumPy's integers."""
-    if stencil is None:
-        return None
-    moved = {
-        tuple(i + int(n) for i, n in zip(k, by, strict=True)): w for k, w in stencil.terms.items()
-    }
-    return stencil._replace(terms=moved)
-
-
-def _sliced(step: Step, operands: list) -> _Stencil | None:
-    strides = step.eqn.params["strides"]
-    plain = strides is None or all(n == 1 for n in strides)
-    return _moved(operands[0], step.eqn.params["start_indices"]) if plain else None
-
-
-def _padded(step: Step, operands: list) -> _Stencil | None:
-    config = step.eqn.params["padding_config"]
-    plain = all(inner == 0 for *_, inner in config)
-    return _moved(operands[0], tuple(-low for low, *_ in config)) if plain else None
-
-
-def _joined(step: Step, operands: list) -> _Stencil | None:
-    """Returns the largest part of a concatenation, as that of a periodic shift."""
-    axis = step.eqn.params["dimension"]
-    sizes = [aval_of(v).shape[axis] for v in step.eqn.invars]
-    i = int(np.argmax(sizes))
-    by = [0] * len(aval_of(step.eqn.outvars[0]).shape)
-    by[axis] = -sum(sizes[:i])
-    return _moved(operands[i], by)
-
-
-def _scaled(step: Step, operands: list) -> _Stencil | None:
-    """Returns a stencil times a number. One that is not known may be any step size."""
-    others = zip(operands, step.inputs[::-1], step.eqn.invars[::-1], strict=True)
-    for stencil, other, atom in others:
-        if stencil is not None and aval_of(atom).shape == ():
-            if not isinstance(other, Constant) or isinstance(other.value, Tracer):
-                return None
-            number = float(other.value)
-            return _weighted(stencil, 1 / number if step.name == "div" and number else number)
-    return None
-
-
-def _weighted(stencil: _Stencil, number: float) -> _Stencil:
-    return stencil._replace(terms={k: number * w for k, w in stencil.terms.items()})
-
-
-def _added(step: Step, operands: list) -> _Stencil | None:
-    x, y = operands
-    if x is None or y is None or x.root != y.root:
-        return None
-    y = _weighted(y, -1.0) if step.name == "sub" else y
-    terms = {k: x.terms.get(k, 0.0) + y.terms.get(k, 0.0) for k in {*x.terms, *y.terms}}
-    return x._replace(
-        terms={k: w for k, w in terms.items() if not math.isclose(w, 0, abs_tol=1e-9)}
-    )
-
-
-def _same(_: Step, operands: list) -> _Stencil | None:
-    return operands[0]
-
-
-def _negative(_: Step, operands: list) -> _Stencil | None:
-    return None if operands[0] is None else _weighted(operands[0], -1.0)
-
-
-_STENCILS = {
-    "slice": _sliced,
-    "pad": _padded,
-    "concatenate": _joined,
-    "convert_element_type": _same,
-    "copy": _same,
-    "neg": _negative,
-    "mul": _scaled,
-    "div": _scaled,
-    **dict.fromkeys(("add", "sub"), _added),
-}
-"""Operations that move, scale or add an array. A number that is not known ends a stencil: nothing
-is told of what follows."""

@@ -23,6 +23,9 @@ class Fragile(NamedTuple):
 _SQUARES = "its derivative squares the argument, and is 0 from 256 on, where the square overflows"
 _OVERFLOWS = "it squares the argument, and the result is 0 where the square overflows, from 256 on"
 _CANCELS = "its derivative is a difference of which little is left for large arguments"
+_LOGARITHMS = (
+    "it subtracts p log q from p log p, of which little is left where p is near q or far from 1"
+)
 _POWERS = "it takes the exponential of a rounded logarithm"
 _PHASE = "it multiplies the argument by π, and the sine of a large rounded phase is arbitrary"
 
@@ -33,7 +36,8 @@ _FUNCTIONS = {
     "sinc": (_HALVES, _PHASE),
     "soft_sign": (_HALVES, _CANCELS),
     "betaln": (("float16",), _CANCELS),
-    "erfcx": (_HALVES, _CANCELS),
+    **dict.fromkeys(("erfcx", "bessel_i0e", "bessel_i1e"), (_HALVES, _CANCELS)),
+    "rel_entr": (_HALVES, _LOGARITHMS),
     "standardize": (("float16",), _OVERFLOWS),
 }
 """The half types in which a function fails, and why, by the name of its primitive or of JAX's
@@ -41,6 +45,10 @@ function."""
 
 _RIGHT = {"acosh", "asinh", "hypot", "sinc"} if jax.__version_info__ >= (0, 12) else set[str]()
 """Those that the installed version of JAX has mended."""
+
+_INSIDE = {"lgamma": "betaln", "log": "rel_entr"}
+"""Functions that are no call of their own in a program, by a primitive in them. `kl_div` calls
+`rel_entr`."""
 
 FRAGILE = {name: row for name, row in _FUNCTIONS.items() if name not in _RIGHT}
 """The functions that fail in the installed version of JAX."""
@@ -69,14 +77,18 @@ def _calls(closed: ClosedJaxpr, outer: Site) -> Iterator[Fragile]:
 
 def _name(eqn: JaxprEqn) -> str:
     """Returns the name of a primitive, or of the function of JAX that is called or made it."""
-    name, traceback = eqn.params.get("name", eqn.primitive.name), eqn.source_info.traceback
-    if name == "lgamma" and any(
-        f.function_name == "betaln" for f in getattr(traceback, "frames", ())
-    ):
-        return "betaln"
+    name = eqn.params.get("name", eqn.primitive.name)
+    if name in _INSIDE and _is_inside(eqn, _INSIDE[name]):
+        return _INSIDE[name]
     if name == "custom_jvp_call":
         name = bodies_of(eqn)[0].jaxpr.debug_info.func_name
     return name.lstrip("_")
+
+
+def _is_inside(eqn: JaxprEqn, function: str) -> bool:
+    """Returns whether an equation was traced inside of a function of JAX."""
+    frames = getattr(eqn.source_info.traceback, "frames", ())
+    return any(f.function_name == function and "jax" in f.file_name for f in frames)
 
 
 def _dtype(eqn: JaxprEqn) -> str:

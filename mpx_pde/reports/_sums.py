@@ -1,22 +1,20 @@
 """Lists the sums of a jaxpr that are so long that half precision may let them stand still."""
 
 import dataclasses
-import functools as ft
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from ..program import _tables as tables
-from ..program._flat import Flat, Step, dependent, flatten, variables
-from ..program._jaxpr import aval_of, bodies_of, close, is_container, own_bind
+from ..program._flat import Constant, Flat, Step, dependent, flatten, variables
+from ..program._jaxpr import aval_of, bodies_of, close, is_container
 from ..program._lines import NOWHERE, Site, site_inside, site_of
 from ..program._rebind import scan_counts
+from ._known import LARGEST, Known, constant, results
 
 
 UNITS = {"float16": 2**11, "bfloat16": 2**8}
@@ -26,9 +24,6 @@ STEPS = {"float16": 2**7, "bfloat16": 2**6}
 """The number of steps from which on a loop loses too much of what each step adds to its state. Of n
 steps of an integrator each adds about 1/n of the state, so most digits of it are rounded away: the
 gradient of 128 Euler steps is off by 2 % in float16, that of 64 steps by 10 % in bfloat16."""
-
-_LARGEST = 2**24
-"""The largest array of indices that is looked at."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,10 +63,6 @@ class LongSum:
         what = f"`{self.primitive}`" + " of a gradient" * self.backward
         terms = "steps" if self.steps else "terms"
         return f"{self.line} {what}: up to {self.terms:,} {terms} in {self.dtype}"
-
-
-_Known = Callable[[], np.ndarray]
-"""A function that computes an array which depends on no argument of the program."""
 
 
 def long_sums(closed: ClosedJaxpr, *, wide: bool = False) -> list[LongSum]:
@@ -133,28 +124,28 @@ class _Search:
         return sorted(self.sums.values(), key=lambda x: -x.terms)
 
     def _visit(
-        self, closed: ClosedJaxpr, operands: Sequence[_Known | None], outer: Site
-    ) -> list[_Known | None]:
+        self, closed: ClosedJaxpr, operands: Sequence[Known | None], outer: Site
+    ) -> list[Known | None]:
         jaxpr = closed.jaxpr
-        known: dict[Any, _Known | None] = dict(zip(jaxpr.invars, operands, strict=True))
+        known: dict[Any, Known | None] = dict(zip(jaxpr.invars, operands, strict=True))
         pairs = zip(jaxpr.constvars, closed.consts, strict=True)
-        known.update((v, _constant(x)) for v, x in pairs)
-        read = lambda atom: _constant(atom.val) if isinstance(atom, Literal) else known.get(atom)
+        known.update((v, constant(x)) for v, x in pairs)
+        read = lambda atom: constant(atom.val) if isinstance(atom, Literal) else known.get(atom)
         for eqn in jaxpr.eqns:
             given, site = list(map(read, eqn.invars)), site_of(eqn, outer)
             if is_container(eqn):
                 out = self._enter(eqn, given, site)
             else:
                 self._look(eqn, given, site)
-                out = _results(eqn, given)
+                out = results(eqn, given)
             known.update(zip(eqn.outvars, out, strict=True))
         return list(map(read, jaxpr.outvars))
 
-    def _enter(self, eqn: JaxprEqn, given: list, site: Site) -> list[_Known | None]:
+    def _enter(self, eqn: JaxprEqn, given: list, site: Site) -> list[Known | None]:
         name, bodies, inside = eqn.primitive.name, bodies_of(eqn), site_inside(eqn, site)
-        unknown: list[_Known | None] = [None] * len(eqn.outvars)
+        unknown: list[Known | None] = [None] * len(eqn.outvars)
         if name == "scan":
-            self._carried(eqn, bodies[0], site)
+            self._carried(eqn, bodies[0], given, site)
         if name in ("scan", "while", "cond", "shard_map") or len(bodies) != 1:
             for body in bodies:
                 fixed = scan_counts(eqn)[0] if name == "scan" else 0
@@ -185,24 +176,26 @@ class _Search:
             terms = max(terms, self.sums[key].terms if key in self.sums else 0)
             self.sums[key] = LongSum(line, name, dtype, terms, backward, steps)
 
-    def _carried(self, eqn: JaxprEqn, body: ClosedJaxpr, site: Site) -> None:
+    def _carried(self, eqn: JaxprEqn, body: ClosedJaxpr, given: list, site: Site) -> None:
         """Looks for values that a loop carries and adds something to at each step."""
         length, (first, count) = eqn.params["length"], scan_counts(eqn)
         carried = range(first, first + count)
         if not isinstance(length, int) or not any(self._counts(body.in_avals[i]) for i in carried):
             return
         flat = flatten(body, forward_mode=False)
-        inside = site_inside(eqn, site)
+        inside, fixed = site_inside(eqn, site), _fixed(flat, given[:first])
         for i in carried:
             if self._counts(body.in_avals[i]):
-                held = _added_to(flat.steps, flat.inputs[i])
-                added = held.get(flat.outputs[i - first])
-                if added is not None:
-                    where = _site_in(added, inside)
+                units = UNITS.get(body.in_avals[i].dtype.name, UNITS["bfloat16"])
+                held = _added_to(flat.steps, flat.inputs[i], fixed, units)
+                added = held.get(flat.outputs[i - first], _Held())
+                if added.at is not None:
+                    where = _site_in(added.at, inside)
                     where = where if where.line else site
-                    terms = {*added.variables} - held.keys()
+                    terms = {*added.at.variables} - held.keys()
                     steps = not terms.isdisjoint(_fed_by(flat, i, carried))
-                    self._add("scan", body.in_avals[i], length, where, steps)
+                    if not (steps and added.scaled):
+                        self._add("scan", body.in_avals[i], length, where, steps)
 
 
 def _fed_by(flat: Flat, i: int, carried: range) -> set[int]:
@@ -228,9 +221,20 @@ _PASSED = tables.LAYOUT | {"convert_element_type", "select_n", "optimization_bar
 """Operations that hand a carried value on."""
 
 
-def _added_to(steps: Sequence[Step], start: int) -> Mapping[Any, Step | None]:
-    """Returns the variables that hold the value of `start` plus something, each with the sum."""
-    held: dict[Any, Step | None] = {start: None}
+class _Held(NamedTuple):
+    """A variable that holds a carried value: the sum in which something was added to it, if any,
+    and whether it was multiplied by a number that is not known."""
+
+    at: Step | None = None
+    scaled: bool = False
+
+
+def _added_to(
+    steps: Sequence[Step], start: int, fixed: Mapping[int, Known | None], units: int
+) -> Mapping[Any, _Held]:
+    """Returns the variables that hold the value of `start`. `fixed` are those that are the same in
+    each step of the loop."""
+    held: dict[Any, _Held] = {start: _Held()}
     for step in steps:
         from_start = [x for x in variables(step.inputs) if x in held]
         if not from_start:
@@ -238,7 +242,13 @@ def _added_to(steps: Sequence[Step], start: int) -> Mapping[Any, Step | None]:
         if step.name in tables.ADDITIONS and not (
             step.name == "sub" and step.inputs[0] not in held
         ):
-            held[step.outputs[0]] = step
+            scaled = any(held[x].scaled for x in from_start)
+            held[step.outputs[0]] = _Held(step, scaled)
+        elif step.name == "mul" and len(from_start) == 1:
+            (factor,) = (x for x in step.inputs if x != from_start[0])
+            if _keeps(factor, fixed, units):
+                value = _value(factor, fixed)
+                held[step.outputs[0]] = held[from_start[0]]._replace(scaled=value is None)
         elif step.name in _PASSED and len(step.outputs) in (1, len(step.inputs)):
             each = step.outputs if len(step.outputs) > 1 else step.outputs * len(step.inputs)
             pairs = zip(step.inputs, each, strict=True)
@@ -246,23 +256,32 @@ def _added_to(steps: Sequence[Step], start: int) -> Mapping[Any, Step | None]:
     return held
 
 
-# Values that are known while tracing.
+def _fixed(flat: Flat, given: Sequence[Known | None]) -> dict[int, Known | None]:
+    """Returns the variables of the body of a loop that are the same in each step, with their values
+    if they are known. `given` are the constants of the loop."""
+    fixed: dict[int, Known | None] = dict(zip(flat.inputs, given, strict=False))
+    fixed.update((k, constant(x.value)) for k, x in flat.constants.items())
+    for step in flat.steps:
+        if not step.eqn.effects and fixed.keys() >= {*step.variables} and not bodies_of(step.eqn):
+            values = results(step.eqn, [_value(x, fixed) for x in step.inputs])
+            fixed.update(zip(step.outputs, values, strict=True))
+    return fixed
 
 
-def _constant(x: Any) -> _Known | None:
-    return None if isinstance(x, Tracer) else lambda: np.asarray(x)
+def _value(x: int | Constant, fixed: Mapping[int, Known | None]) -> Known | None:
+    return constant(x.value) if isinstance(x, Constant) else fixed.get(x)
 
 
-def _results(eqn: JaxprEqn, given: list[_Known | None]) -> list[_Known | None]:
-    if eqn.effects or any(x is None for x in given) or not eqn.outvars:
-        return [None] * len(eqn.outvars)
-
-    @ft.cache
-    def results():
-        with jax.ensure_compile_time_eval():
-            return own_bind(eqn, [jnp.asarray(x()) for x in given if x is not None])
-
-    return [lambda i=i: np.asarray(results()[i]) for i in range(len(eqn.outvars))]
+def _keeps(factor: int | Constant, fixed: Mapping[int, Known | None], units: int) -> bool:
+    """Returns whether a carried value may keep its size when it is multiplied by `factor` in each
+    step, as in Horner's rule. Factors that are known to let it decay or grow within `units` steps
+    do not."""
+    if not isinstance(factor, Constant) and factor not in fixed:
+        return False
+    known = _value(factor, fixed)
+    if known is None:
+        return True
+    return bool(np.any(np.abs(np.abs(np.asarray(known(), np.float64)) - 1) < 1 / units))
 
 
 def _most_alike(rows: np.ndarray) -> int:
@@ -282,7 +301,7 @@ def _of_scatter(eqn: JaxprEqn, given: list) -> int:
     batch = eqn.params["dimension_numbers"].scatter_indices_batching_dims
     rows = math.prod(n for i, n in enumerate(shape[:-1]) if i not in batch)
     known = given[1]
-    if rows <= UNITS["bfloat16"] or known is None or math.prod(shape) > _LARGEST:
+    if rows <= UNITS["bfloat16"] or known is None or math.prod(shape) > LARGEST:
         return rows
     indices = np.moveaxis(known(), batch, range(len(batch)))
     groups = indices.reshape(math.prod(shape[i] for i in batch), -1, shape[-1])
@@ -309,12 +328,12 @@ def _contracted(eqn: JaxprEqn) -> tuple[int, list[int]]:
 def _of_bcoo(eqn: JaxprEqn, given: list) -> int:
     size, axes = _contracted(eqn)
     shape = aval_of(eqn.invars[1]).shape
-    if given[1] is None or len(shape) != 2 or math.prod(shape) > _LARGEST:
+    if given[1] is None or len(shape) != 2 or math.prod(shape) > LARGEST:
         return min(size, shape[-2])
     return _most_alike(np.delete(given[1](), axes, axis=1))
 
 
-def _of_rows(starts: _Known | None, otherwise: int) -> int:
+def _of_rows(starts: Known | None, otherwise: int) -> int:
     """Returns the length of the longest row of a matrix in compressed rows."""
     known = None if starts is None else starts()
     return otherwise if known is None or known.ndim != 1 else int(np.diff(known).max(initial=0))

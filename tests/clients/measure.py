@@ -97,7 +97,7 @@ def measured(name: str, mode: str, half: str) -> Measured:
     """Takes the first steps of a training, and compares the first one that counts."""
     try:
         return _measured(name, mode, half)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, NotImplementedError) as error:
         if mode != "cast":
             raise
         return Measured(np.nan, np.nan, None, None, 0, (str(error).split("\n")[0],))

@@ -33,6 +33,10 @@ def window(x):
     return lax.reduce_window(x[:, None] * x[:2], zero(x), lax.add, (N, 1), (1, 1), "VALID")
 
 
+def decayed(x, factor):
+    return lax.scan(lambda c, a: (factor * c + a, None), x[0], x)[0]
+
+
 # Functions of N ones of a half type and of N zeros, some entry of whose result should be N.
 STILL = {
     "segment_sum": lambda x, i: jax.ops.segment_sum(x, i, 3),
@@ -51,6 +55,10 @@ STILL = {
     "gradient of a weight in a scan": lambda x, i: jax.grad(
         lambda w: wide(lax.scan(lambda c, a: (c, w * a), None, x)[1])
     )(x[0]),
+    "Horner's rule": lambda x, i: jnp.polyval(x, x[0]),
+    "known factors near 1": lambda x, i: lax.scan(
+        lambda c, a: (jnp.asarray(-1, x.dtype) * c - a, None), zero(x), x * (-1) ** jnp.arange(N)
+    )[0],
     "inside of jit and scan": lambda x, i: lax.scan(
         lambda c, _: (c, jax.jit(lambda x: jax.ops.segment_sum(x, i, 3))(x)), None, length=2
     )[1],
@@ -67,6 +75,7 @@ RIGHT = {
     "mesh": lambda x, i: jax.ops.segment_sum(jnp.concatenate([x, x]), MESH, N // 3) * (N / 6),
     "in float32": lambda x, i: jax.ops.segment_sum(x.astype("float32"), i, 3),
     "average": lambda x, i: lax.scan(lambda c, a: (0.5 * c + a / 2, None), x[0], x)[0] * N,
+    "decay": lambda x, i: decayed(x, jnp.asarray(0.75, x.dtype)) * (N / 4),
     "few": lambda x, i: jax.ops.segment_sum(x[:200], i[:200], 3) * (N / 200),
     "known sparse": lambda x, i: sparse.BCOO((x, APART_2), shape=(N, N)) @ x * N,
 }

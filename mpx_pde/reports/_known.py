@@ -1,0 +1,38 @@
+"""Arrays of a program that are known while it is traced, because they depend on no argument."""
+
+import functools as ft
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import JaxprEqn
+
+from ..program._jaxpr import own_bind
+
+
+Known = Callable[[], np.ndarray]
+"""A function that computes an array which depends on no argument of the program."""
+
+LARGEST = 2**24
+"""The largest known array that is looked at."""
+
+
+def constant(x: Any) -> Known | None:
+    """Returns an array as a known one, or `None` for a tracer."""
+    return None if isinstance(x, Tracer) else lambda: np.asarray(x)
+
+
+def results(eqn: JaxprEqn, given: Sequence[Known | None]) -> list[Known | None]:
+    """Returns the results of an equation, which are known if all its operands are."""
+    if eqn.effects or any(x is None for x in given) or not eqn.outvars:
+        return [None] * len(eqn.outvars)
+
+    @ft.cache
+    def found():
+        with jax.ensure_compile_time_eval():
+            return own_bind(eqn, [jnp.asarray(x()) for x in given if x is not None])
+
+    return [lambda i=i: np.asarray(found()[i]) for i in range(len(eqn.outvars))]
