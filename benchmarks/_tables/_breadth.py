@@ -188,7 +188,7 @@ by_lbfgs = _of_problems("breadth-precisions", "adam+lbfgs")
 by_muon_lbfgs = _of_problems("breadth-precisions", "muon+lbfgs")
 
 
-def _anew(data: Result) -> Iterator[Record]:
+def trained_anew(data: Result) -> Iterator[Record]:
     """Yields each problem that was trained anew with a full forward pass. All ratios are to the
     float32 trainings of `breadth` from the same seeds."""
     whole = load("breadth")
@@ -209,7 +209,7 @@ def _anew(data: Result) -> Iterator[Record]:
 
 anew = Table(
     "breadth-forward",
-    _anew,
+    trained_anew,
     """
     problem                          {title}
     float32                          {float32}

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from ._accuracy import operator_variants
-from ._breadth import NEAR, SEEDS, overall
+from ._breadth import NEAR, SEEDS, overall, trained_anew
 from ._format import NOT_RUN, Record, Result, Table, load
 from ._steps import FULL, GPU, OURS, beside, seconds_over
 
@@ -86,11 +86,14 @@ def headline() -> str:
     rivals = ("hessian", "nested jvp", "folx")
     hessian, nested, folx = (seconds_over(networks, "laplacian 2", name) for name in rivals)
     count = len({r["network"] for r in networks["costs"] if r["problem"] == "laplacian 2"})
+    split = sorted(float(row["x3"]) for row in trained_anew(load("breadth-forward")) if row["x3"])
     lines = [
         f"Errors: the median of each problem over seeds {', '.join(map(str, SEEDS))}.",
         f"Speedup and memory: a PINN step measured on an {load(GPU)['environment']['device']}, "
         "relative to `partials` in float32 (plain JAX in TF32). Narrower networks are predicted to "
         "gain less, and a CPU gains nothing.",
+        '`forward="bfloat16_x3"` with a bfloat16 backward pass, emulated on a CPU: the medians of '
+        f"{len(split)} problems are {split[0]:.2f} to {split[-1]:.2f} times float32's error.",
         f"Neural operators in float16: {operators} times float32's error; {saved:.2f} of its "
         f"memory, {NOT_RUN}.",
         f"`partials` in float32: a Laplacian takes {hessian:.2f} of the time of `jax.hessian`, "
