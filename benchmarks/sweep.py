@@ -363,11 +363,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(report: Report, args: argparse.Namespace) -> None:
     report.name = f"sweep_{args.label}" if args.label else "sweep"
     if args.resume:
-        report.resume("functions", "found", "before")
+        report.resume("functions", "found", "before", "programs")
     for section in ("functions", "found", "before"):  # `before`: what was silent in an earlier run
         report.sections.setdefault(section, [])
     groups = distinct(args.functions or names())
-    report.sections["programs"] = [{"all": len(groups)}]
+    if not args.functions or "programs" not in report.sections:
+        report.sections["programs"] = [{"all": len(groups)}]
     asked = list(groups)[: 8 if args.quick else None]
     chosen = [name for name in asked if not report.has("functions", function=name)]
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:

@@ -209,7 +209,9 @@ class DynamicLossScaling(_ByArray):
     - `taken_steps`: steps with finite gradients so far, an int32 scalar.
     - `vanished_steps`: steps whose gradient was exactly zero as a whole although the loss was not,
         an int32 scalar. They count as taken. A [`mpx_pde.PrecisionWarning`][] tells of the first
-        one, some steps later.
+        one, some steps later. A gradient that is zero for some parameters alone does not count: a
+        step has the same numbers whether a branch of the model overflowed or is masked, and only
+        [`mpx_pde.initial_scaling`][], which evaluates the batch in float32 too, tells them apart.
     - `min_loss_scaling`, `max_loss_scaling`, `factor`, `period`: as given; static.
     """
 

@@ -107,6 +107,17 @@ def euler(steps):
     return loss
 
 
+def leaky(steps):
+    """A cell with a rate that is not known while tracing, or is 1/2."""
+
+    def loss(w, u, rate=None):
+        rate = w[0, 0] if rate is None else jnp.asarray(rate, u.dtype)
+        step = lambda u, _: (u * (1 - rate) + rate * jnp.tanh(u @ w), None)
+        return jnp.mean(lax.scan(step, u, length=steps)[0] ** 2)
+
+    return loss
+
+
 def leapfrog(w, u):
     def step(carry, _):
         u, v = carry
@@ -145,6 +156,8 @@ def test_steps_that_are_lost_beside_the_state_are_told(half):
     )
     assert count(euler(STEPS[half])) == []
     assert count(leapfrog) != []  # each value is fed by the other
+    assert count(leaky(STEPS[half] + 1)) != []
+    assert count(lambda w, u: leaky(STEPS[half] + 1)(w, u, 0.5)) == []
     if half == "float16":
         assert count(summed_on_the_way) == []
 

@@ -108,6 +108,26 @@ def test_frozen_parameters_are_no_alarm():
     assert scaling.vanished_steps == 0
 
 
+def test_one_parameter_cannot_be_judged_by_its_gradient():
+    """A step has the same numbers to the bit whether one branch of a model overflowed or is masked,
+    so a single parameter is not counted. Evaluating the batch in float32 tells the two apart."""
+    model = {"a": W, "b": W / 100}
+    overflows = lambda m, y: distance(m["a"] / jnp.linalg.norm(m["a"]), y) + distance(m["b"], y)
+    masked = lambda m, y: distance(jnp.where(y > 2, m["a"], 0), y) + distance(m["b"], y)
+    steps = [
+        taken(loss, mpx.DynamicLossScaling(2.0), model, Y, steps=1) for loss in (overflows, masked)
+    ]
+    for x, y in zip(*map(jtu.tree_leaves, steps), strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert not np.any(steps[0][3]["a"])
+    assert steps[0][1].vanished_steps == 0
+    exact = [jax.grad(loss)(model, Y)["a"] for loss in (overflows, masked)]
+    assert (bool(np.all(exact[0] != 0)), bool(np.any(exact[1]))) == (True, False)
+    with pytest.warns(mpx.PrecisionWarning, match=r"zero for .*\['a'\] at every scale"):
+        mpx.initial_scaling(overflows, mpx.DynamicLossScaling())(model, Y)
+    mpx.initial_scaling(masked, mpx.DynamicLossScaling())(model, Y)  # warnings are errors
+
+
 def test_a_float32_baseline_and_a_skipped_step_count_nothing():
     loss = OVERFLOWING["x/‖x‖"]
     run = mpx.filter_value_and_grad(loss, mpx.DynamicLossScaling(), use_mixed_precision=False)
