@@ -109,12 +109,12 @@ class Values:
     **Attributes:**
 
     - `kept`: the variables that are kept, rounded or not.
-    - `given`: the operands of the forward program that are needed.
+    - `operands`: those of the forward program that are needed.
     - `loops`: the values of loops, stacked, by the `id` of the step.
     """
 
     kept: dict[int, Any]
-    given: dict[int, Any]
+    operands: dict[int, Any]
     loops: dict[int, "Values"]
 
 
@@ -134,22 +134,22 @@ def run_forward(
     reads = {plan.forward.outputs[i] for i in asked} | plan.kept.keys()
     reads |= {x for step in plan.forward.steps for x in step.variables}
     for step in plan.forward.steps:
-        given = [read(x, env) for x in step.inputs]
+        args = [read(x, env) for x in step.inputs]
         if id(step) in plan.loops:
             inner = plan.loops[id(step)]
             some = [
                 i for i, k in enumerate(step.outputs) if k in reads or i < scan_counts(step.eqn)[1]
             ]
-            out, loops[id(step)] = _scan_forward(inner, step, given, by, some)
+            out, loops[id(step)] = _scan_forward(inner, step, args, by, some)
         else:
             # What is computed of data alone does not take a split product.
             exact = bool(step.outputs) and plan.facts.of[step.outputs[0]].level < COMPUTED
             own = by._replace(algorithm=None) if exact else by
-            out = own.bind(step, given, backward=False)
+            out = own.bind(step, args, backward=False)
         env.update(zip(step.outputs, out, strict=True))
     made = plan.facts.made
     kept = {k: by.kept(env[k], made[k]) if rounded else env[k] for k, rounded in plan.kept.items()}
-    values = Values(kept, {k: env[k] for k in plan.given}, loops)
+    values = Values(kept, {k: env[k] for k in plan.operands}, loops)
     outputs = plan.forward.outputs
     return [read(x, env) if i in asked else () for i, x in enumerate(outputs)], values
 
@@ -163,8 +163,8 @@ def _scan_forward(
 
     def body(*args):
         out, values = run_forward(plan, args, by, needed)
-        given = {k: x for k, x in values.given.items() if k not in outside}
-        return [*out, dataclasses.replace(values, given=given)]
+        own = {k: x for k, x in values.operands.items() if k not in outside}
+        return [*out, dataclasses.replace(values, operands=own)]
 
     with in_context_of(step.eqn):
         *out, values = rebind(step.eqn, operands, [body])
@@ -180,7 +180,7 @@ class Again:
         self.env: dict[int, Any] = {k: c.value for k, c in plan.forward.constants.items()}
         self.env.update(closed)
         facts = plan.facts.of
-        self.env.update((k, x) for k, x in values.given.items() if facts[k].level < DATA)
+        self.env.update((k, x) for k, x in values.operands.items() if facts[k].level < DATA)
         self.made = plan.facts.made
         self.before: list[Any] = []
         self.gradients: list[Any] = []
@@ -192,7 +192,7 @@ class Again:
         pending = [x]
         while pending:
             k = pending[-1]
-            there = k in self.env or k in self.values.kept or k in self.values.given
+            there = k in self.env or k in self.values.kept or k in self.values.operands
             missing = () if there else [y for y in self.made[k].variables if y not in self.env]
             if missing:
                 pending.extend(missing)
@@ -211,8 +211,8 @@ class Again:
         return lax.optimization_barrier((x, *self.before))[0] if self.before else x
 
     def _make(self, k: int) -> None:
-        if k in self.values.given:
-            self.env[k] = self._in_turn(self.values.given[k])
+        if k in self.values.operands:
+            self.env[k] = self._in_turn(self.values.operands[k])
             return
         if k in self.values.kept:
             x, step = self._in_turn(self.values.kept[k]), self.made.get(k)
@@ -270,10 +270,10 @@ def _scan_backward(
     outside = {
         k: again(x)
         for k, x in zip(inner.forward.inputs, scan.inputs, strict=False)
-        if k in inner.given and k not in values.loops[id(scan)].given
+        if k in inner.operands and k not in values.loops[id(scan)].operands
     }
     first = min(places)
-    given = [
+    args = [
         (values.loops[id(scan)] if i == first else ()) if i in places else value(x)
         for i, x in enumerate(step.inputs)
     ]
@@ -288,14 +288,19 @@ def _scan_backward(
         return run_backward(inner, own, operands, by, Again(inner, own, by, outside))
 
     with in_context_of(step.eqn):
-        return rebind(step.eqn, given, [body])
+        return rebind(step.eqn, args, [body])
 
 
 # Entry.
 
 
 def value_and_pullback(
-    fun: Callable, moving: Any, fixed: Any, by: Precisions, given: Sequence[Fact], trace: Any
+    fun: Callable,
+    moving: Any,
+    fixed: Any,
+    by: Precisions,
+    operand_facts: Sequence[Fact],
+    trace: Any,
 ) -> tuple[Any, "Pullback", Any]:
     """Evaluates `fun(moving, fixed)`, which returns a result and auxiliary arrays, and returns the
     result, its pullback to `moving`, and the auxiliary arrays.
@@ -304,13 +309,13 @@ def value_and_pullback(
 
     - `moving`, `fixed`: PyTrees of arrays.
     - `by`: the precisions.
-    - `given`: the facts of all arrays in `(moving, fixed)`.
+    - `operand_facts`: the facts of all arrays in `(moving, fixed)`.
     - `trace`: a context to trace the function in.
     """
     with trace:
         closed, shapes = jax.make_jaxpr(fun, return_shape=True)(moving, fixed)
         program = flatten(without_checkpoints(closed), forward_mode=False)
-        facts = facts_of(program, given, by.half).of
+        facts = facts_of(program, operand_facts, by.half).of
 
         def bind(step, operands):
             in_full = any(facts[x].full or facts[x].beyond for x in step.variables)
@@ -327,7 +332,7 @@ def value_and_pullback(
     cotangents = len(jax.tree.leaves(shapes[0]))
     residuals = len(backward.inputs) - cotangents
     wanted = dict(zip(backward.inputs[:residuals], forward.outputs[count:], strict=True))
-    plan = make_plan(forward, backward, wanted, given, by.half)
+    plan = make_plan(forward, backward, wanted, operand_facts, by.half)
     results, values = run_forward(plan, jax.tree.leaves((moving, fixed)), by, range(count))
     out, aux = jax.tree.unflatten(jax.tree.structure(shapes), results[:count])
     trees = jax.tree.structure(moving), backward.inputs[residuals:]

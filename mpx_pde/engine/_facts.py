@@ -231,12 +231,12 @@ _BOUNDED_TOO = tables.MOVES | tables.ADDITIONS | tables.MULTIPLICATIONS | tables
 """Operations whose result is bounded if their operands are."""
 
 
-def facts_of(flat: Flat, given: Sequence[Fact], half: np.dtype) -> Facts:
-    """Returns the facts of a program whose operands have the facts `given`."""
+def facts_of(flat: Flat, operand_facts: Sequence[Fact], half: np.dtype) -> Facts:
+    """Returns the facts of a program whose operands have these facts."""
     facts = Facts(half)
     for k, c in flat.constants.items():
         facts.of[k] = Fact(DATA if np.ndim(c.value) else CONSTANT, width=int(np.size(c.value)))
-    facts.of.update(zip(flat.inputs, given, strict=True))
+    facts.of.update(zip(flat.inputs, operand_facts, strict=True))
     for step in flat.steps:
         facts._add(step)
     return facts

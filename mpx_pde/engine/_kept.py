@@ -41,7 +41,7 @@ class Plan:
         are.
     - `facts`: the facts of the variables of the forward program.
     - `kept`: for each variable that is kept, whether it is rounded.
-    - `given`: the operands of the forward program that the backward one needs.
+    - `operands`: those of the forward program that the backward one needs.
     - `loops`: the plan of the bodies of a `scan` and its transpose, by the `id` of both steps.
     - `stacked`: for the step of such a transpose, the `scan` and the positions of the operands that
         it stacked, each with the position of the result.
@@ -52,7 +52,7 @@ class Plan:
     wanted: dict[int, int | Constant]
     facts: Facts
     kept: dict[int, bool]
-    given: tuple[int, ...]
+    operands: tuple[int, ...]
     loops: dict[int, "Plan"]
     stacked: dict[int, tuple[Step, dict[int, int]]]
 
@@ -61,11 +61,11 @@ def make_plan(
     forward: Flat,
     backward: Flat,
     wanted: dict[int, int | Constant],
-    given: Sequence[Fact],
+    operand_facts: Sequence[Fact],
     half: np.dtype,
 ) -> Plan:
-    """Plans what a program keeps. `given` holds the facts of its operands."""
-    facts = facts_of(forward, given, half)
+    """Plans what a program keeps. `operand_facts` are those of the forward program."""
+    facts = facts_of(forward, operand_facts, half)
     loops, stacked = _loops_of(forward, backward, wanted, facts, half)
     inside = {t.inputs[i] for t in backward.steps if id(t) in stacked for i in stacked[id(t)][1]}
     reads = {x for k, x in wanted.items() if k not in inside and not isinstance(x, Constant)}
@@ -98,8 +98,8 @@ def make_plan(
     small = unrounded({x: size_of(x) for x in kept})
     kept = {x: rounds(x) and x not in small for x in kept}
     needs = _closure(reads, operands, kept)
-    given_again = tuple(x for x in forward.inputs if x in needs and x in free)
-    return Plan(forward, backward, wanted, facts, kept, given_again, loops, stacked)
+    needed = tuple(x for x in forward.inputs if x in needs and x in free)
+    return Plan(forward, backward, wanted, facts, kept, needed, loops, stacked)
 
 
 _MULTIPLIES = tables.PRODUCTS | tables.SCALINGS | tables.SELECTS
@@ -118,19 +118,19 @@ def _read_exactly(backward: Flat, wanted: Collection[int]) -> set[int]:
     of = {k: {k} for k in wanted}
     found = set[int]()
     for step in backward.steps:
-        given = set[int]().union(*(of.get(x, ()) for x in step.variables))
-        if not given:
+        reached = set[int]().union(*(of.get(x, ()) for x in step.variables))
+        if not reached:
             continue
         if step.name in _MOVES or (step.name in _MULTIPLIES and of.keys() >= {*step.variables}):
-            of.update((x, of.get(x, set()) | given) for x in step.outputs)
+            of.update((x, of.get(x, set()) | reached) for x in step.outputs)
         elif step.name not in _MULTIPLIES:
-            found |= given - _multiplied_inside(step, of)
+            found |= reached - _multiplied_inside(step, of)
     return found | set[int]().union(*(of.get(x, ()) for x in variables(backward.outputs)))
 
 
 def _multiplied_inside(step: Step, of: Mapping[int, set[int]]) -> set[int]:
     """Returns the operands that a container only multiplies by."""
-    given = set[int]().union(*(of.get(x, ()) for x in step.variables))
+    reached = set[int]().union(*(of.get(x, ()) for x in step.variables))
     if step.name not in _MULTIPLIED_INSIDE:
         return set()
     exact = set[int]()
@@ -142,7 +142,7 @@ def _multiplied_inside(step: Step, of: Mapping[int, set[int]]) -> set[int]:
         moving = ((k, x) for i, (k, x) in pairs if i not in carried)
         inside = {k: of[x] for k, x in moving if not isinstance(x, Constant) and x in of}
         exact.update(*(inside[k] for k in _read_exactly(flat, inside)))
-    return given - exact
+    return reached - exact
 
 
 def _leaving_regions(flat: Flat) -> set[int]:
@@ -171,7 +171,7 @@ def _closed_over(plan: Plan, scan: Step) -> list[int]:
     """Returns the variables outside of a loop that its body needs on the way back."""
     n_consts, _ = scan_counts(scan.eqn)
     pairs = zip(plan.forward.inputs[:n_consts], scan.inputs[:n_consts], strict=True)
-    return [x for k, x in pairs if k in plan.given and not isinstance(x, Constant)]
+    return [x for k, x in pairs if k in plan.operands and not isinstance(x, Constant)]
 
 
 def _loops_of(
@@ -225,10 +225,10 @@ def _plan_of_bodies(s: Step, t: Step, places: dict[int, int], facts: Facts, half
     bodies = [flatten(bodies_of(x.eqn)[0], forward_mode=False, sharded=True) for x in (s, t)]
     forward, backward = with_deviations_once(bodies[0]), bodies[1]
     n_consts, n_carry = scan_counts(s.eqn)
-    given = []
+    operand_facts = []
     for i, x in enumerate(s.inputs):
         fact = Fact(CONSTANT) if isinstance(x, Constant) else facts.of[x]
         level = COMPUTED if n_consts <= i < n_consts + n_carry else fact.level
-        given.append(fact._replace(level=level, sign=None, root=None))
+        operand_facts.append(fact._replace(level=level, sign=None, root=None))
     wanted = {backward.inputs[i]: forward.outputs[p] for i, p in places.items()}
-    return make_plan(forward, backward, wanted, given, half)
+    return make_plan(forward, backward, wanted, operand_facts, half)

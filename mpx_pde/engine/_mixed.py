@@ -83,7 +83,7 @@ class MixedRole(AbstractRole):
     solved: set[int]
     scores: set[int]
     numbers: dict[int, Any]
-    apart: ClassVar = frozenset[int]()
+    unlayered: ClassVar = frozenset[int]()
 
     def of(self, x: int) -> tuple[Hashable, ...]:
         sets = self.final, self.stored, self.scores, self.near

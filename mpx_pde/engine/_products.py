@@ -249,11 +249,11 @@ def only_names(eqn: JaxprEqn, operands: Sequence[Any], storage: Storage) -> bool
 def is_biased(eqn: JaxprEqn, operands: Sequence[Any], halves: Sequence[bool]) -> bool:
     """Returns whether an equation adds an array that does not depend on the point, such as a bias,
     to an operand that is half according to `halves`."""
-    x = _beside_an_array(eqn, operands, tables.ADDITIONS)
+    x = _met_by_an_array(eqn, operands, tables.ADDITIONS)
     return x is not None and any(h for y, h in zip(operands, halves, strict=True) if y is x)
 
 
-def _beside_an_array(eqn: JaxprEqn, operands: Sequence[Any], names: Collection[str]) -> Jet | None:
+def _met_by_an_array(eqn: JaxprEqn, operands: Sequence[Any], names: Collection[str]) -> Jet | None:
     """Returns the operand that depends on the point, in an equation named in `names` whose other
     operand is an array that does not; `None` for others. A scalar is not an array here."""
     moving = [x for x in operands if isinstance(x, Jet)]
@@ -268,7 +268,7 @@ def is_weighted(
     """Returns whether an equation multiplies or adds a value of stage `DEEP` in the compute dtype
     and an array that does not depend on the point, as a norm does with its weight and its bias.
     `False` if values are not stored in another dtype than that."""
-    x = _beside_an_array(eqn, operands, tables.ADDITIONS | tables.MULTIPLICATIONS)
+    x = _met_by_an_array(eqn, operands, tables.ADDITIONS | tables.MULTIPLICATIONS)
     narrows = storage.dtype not in (None, storage.compute)
     if not narrows or x is None or x.primal.dtype != storage.compute:
         return False

@@ -36,13 +36,13 @@ class AbstractRole(abc.ABC):
     - `stage`: how far each variable that depends on the point is from it.
     - `final`: the variables that no product and no loop depends on.
     - `stored`: the variables that are kept in half when they leave a layer.
-    - `apart`: the variables that are in no layer with others.
+    - `unlayered`: the variables that are in no layer with others.
     """
 
     stage: dict[int, int]
     final: set[int]
     stored: set[int]
-    apart: frozenset[int]
+    unlayered: frozenset[int]
 
     @abc.abstractmethod
     def of(self, x: int) -> tuple[Hashable, ...]:

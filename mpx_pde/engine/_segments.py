@@ -71,8 +71,8 @@ class StreamRole(AbstractRole):
         its value. After the last nonlinear function, streams that nobody asked for are dropped.
     - `still`: the variables without a derivative, such as a result of `jax.lax.stop_gradient`.
     - `half`: the variables that do not depend on the point and are effectively half.
-    - `apart`: the variables that lead from the point to a loop that has no derivative in reverse
-        mode, and the results of the loop.
+    - `unlayered`: the variables that lead from the point to a loop that has no derivative in
+        reverse mode, and the results of the loop.
     - `moving`: the variables that JAX would give a tangent, although it may be zero everywhere.
     """
 
@@ -83,7 +83,7 @@ class StreamRole(AbstractRole):
     asked: dict[int, frozenset[Index]]
     still: set[int]
     half: set[int]
-    apart: frozenset[int]
+    unlayered: frozenset[int]
     moving: frozenset[int]
 
     def of(self, x: int) -> tuple[Hashable, ...]:
@@ -170,7 +170,7 @@ def roles_of(
         asked=_asked_of(flat, stage, plan, asked),
         still=still,
         half=halves(stage),
-        apart=_apart_of(flat, stage, still, traced),
+        unlayered=_unlayered(flat, stage, still, traced),
         moving=frozenset(moving_from(flat, streams)),
     )
 
@@ -196,7 +196,7 @@ def _wanted(flat: Flat, carried: Collection[tuple[int, int]]) -> set[int]:
     return reaching(flat, wanted, carried, operands_of)
 
 
-def _apart_of(
+def _unlayered(
     flat: Flat, stage: Collection[int], still: Collection[int], traced: Iterable[int]
 ) -> frozenset[int]:
     """Returns the operands and results of `while` loops, and the variables that lead to them, if
@@ -280,7 +280,7 @@ def parts_of(flat: Flat, roles: AbstractRole) -> list[Part]:
     waiting: set[int] = set()  # results of what is or was pending
     for i, step in enumerate(steps):
         kind = kinds[step]
-        if kind in ("light", "product") and not roles.apart.isdisjoint(step.outputs):
+        if kind in ("light", "product") and not roles.unlayered.isdisjoint(step.outputs):
             out.append(_by_itself(step, alone=False))
             continue
         if kind == "raw" and not waiting.isdisjoint(step.variables):

@@ -17,7 +17,7 @@ from mpx_pde.engine.taylor._jets import Jet
 from mpx_pde.engine.taylor._moments import with_moments
 from mpx_pde.engine.taylor._plan import make_plan, sum_key
 from mpx_pde.engine.taylor._rules import Rules, aligned
-from mpx_pde.engine.taylor._towers import CLOSED, closed_tower
+from mpx_pde.engine.taylor._univariate import CLOSED, closed_derivatives
 from mpx_pde.program._flat import flatten, read
 from mpx_pde.program._jaxpr import own_bind
 
@@ -157,19 +157,19 @@ FOR_JET = {"tanh", "logistic", "erf", "sin", "cos", "sinh", "cosh", "exp", "log"
 
 
 @pytest.mark.parametrize("name", CLOSED)
-def test_towers_are_derivatives_in_closed_form(name):
+def test_derivatives_in_closed_form(name):
     x = jnp.linspace(0.2, 2.0, 5)
     fun = PRIMITIVES.get(name) or getattr(lax, name, None) or getattr(jnp, name)
 
     @jax.jit
     def run(x):
-        tower = closed_tower(name, 4, x, PARAMETERS.get(name))
-        tower = [jnp.zeros(5) if f is None else f * jnp.ones(5) for f in tower]
+        derivatives = closed_derivatives(name, 4, x, PARAMETERS.get(name))
+        derivatives = [jnp.zeros(5) if f is None else f * jnp.ones(5) for f in derivatives]
         if name in FOR_JET:
             series = [jnp.ones(5), *[jnp.zeros(5)] * 3]
             value, found = jet(fun, (x,), (series,))
-            return tower, [value, *found]
-        return tower, [fun(x)] + [nested(fun, [np.ones(5)] * k)(x) for k in range(1, 5)]
+            return derivatives, [value, *found]
+        return derivatives, [fun(x)] + [nested(fun, [np.ones(5)] * k)(x) for k in range(1, 5)]
 
     for got, want in zip(*run(x), strict=True):
         assert np.linalg.norm(got - want) <= TOLERANCE * (1 + np.linalg.norm(want))

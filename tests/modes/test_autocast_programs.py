@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mpx_pde as mpx
 from mpx_pde.engine.taylor import _known
-from mpx_pde.engine.taylor._towers import CLOSED
+from mpx_pde.engine.taylor._univariate import CLOSED
 from mpx_pde.program import _tables as tables
 
 

@@ -21,7 +21,7 @@ from ...program._jaxpr import aval_of, bodies_of, differentiable, own_bind, push
 from ._jets import Jet, Operand, Streams, bind, bind_primals, each, is_inexact, primal_of, total
 from ._plan import Index, Plan, chains, splits, sum_key
 from ._together import beside, joined, sum_together
-from ._towers import CLOSED, closed_tower, nested_tower
+from ._univariate import CLOSED, closed_derivatives, nested_derivatives
 
 
 KEPT_TERMS = "mpx_pde.kept_terms"
@@ -103,8 +103,8 @@ class Rules:
 
         return self._sums(parts)
 
-    def compose(self, tower: Sequence[Any], x: Jet) -> Jet:
-        """Returns the jet of a function of `x`, given its value and derivatives as a `tower`."""
+    def compose(self, derivatives: Sequence[Any], x: Jet) -> Jet:
+        """Returns the jet of a function of `x`, given its value and its derivatives."""
 
         def terms(order, index):
             for count, blocks in chains(index).get(order, ()):
@@ -112,14 +112,14 @@ class Rules:
                     yield count, ft.reduce(operator.mul, (x.streams[block] for block in blocks))
 
         def parts(key):
-            if key in x.streams and tower[1] is not None:
-                yield tower[1] * x.streams[key]
-            for order in range(2, len(tower)):
-                if tower[order] is not None:
+            if key in x.streams and derivatives[1] is not None:
+                yield derivatives[1] * x.streams[key]
+            for order in range(2, len(derivatives)):
+                if derivatives[order] is not None:
                     curved = self.gather(key, ft.partial(terms, order))
-                    yield None if curved is None else tower[order] * curved
+                    yield None if curved is None else derivatives[order] * curved
 
-        return Jet(tower[0], self._sums(parts))
+        return Jet(derivatives[0], self._sums(parts))
 
     def _sums(self, parts: Callable[[Index], Iterable[Any]]) -> Streams:
         """Returns the streams that are sums of their `parts`; streams without any are omitted."""
@@ -247,7 +247,7 @@ class Rules:
         return [about_mean(squares, x, deviations)]
 
     def _square(self, x: Jet) -> Jet:
-        return self.compose(closed_tower("integer_pow", self.order(x), x.primal, 2), x)
+        return self.compose(closed_derivatives("integer_pow", self.order(x), x.primal, 2), x)
 
     def _linear_stream(self, eqn, operands, key) -> list:
         name = eqn.primitive.name
@@ -341,8 +341,8 @@ class Rules:
         shape = aval_of(eqn.outvars[0]).shape
         if _is_complex(eqn.outvars[0]):
             return self._div(eqn, [a, spread(b, shape)])
-        tower = closed_tower("integer_pow", self.order(b), b.primal, -1)
-        inverse = spread(self.compose(tower, b), shape)
+        derivatives = closed_derivatives("integer_pow", self.order(b), b.primal, -1)
+        inverse = spread(self.compose(derivatives, b), shape)
         if not isinstance(a, Jet):
             return [inverse.map(lambda x, _: a * x)]
         streams = self.leibniz(lambda x, y, *_: x * y, a, inverse)
@@ -353,10 +353,10 @@ class Rules:
         name = eqn.primitive.name
         parameter = _number(exponent[0]) if exponent else eqn.params.get("y")
         if name in CLOSED:
-            tower = closed_tower(name, self.order(x), x.primal, parameter)
+            derivatives = closed_derivatives(name, self.order(x), x.primal, parameter)
         else:
-            tower = nested_tower(lambda v: bind(eqn, [v])[0], self.order(x), x.primal)
-        return [self.compose(tower, x)]
+            derivatives = nested_derivatives(lambda v: bind(eqn, [v])[0], self.order(x), x.primal)
+        return [self.compose(derivatives, x)]
 
     # Equations without a rule.
 
@@ -426,11 +426,13 @@ class Rules:
         (i,) = [i for i, x in enumerate(operands) if isinstance(x, Jet)]
         x = operands[i]
         if _is_logaddexp(eqn):
-            tower = closed_tower("logaddexp", self.order(x), x.primal, _number(operands[1 - i]))
+            derivatives = closed_derivatives(
+                "logaddexp", self.order(x), x.primal, _number(operands[1 - i])
+            )
         else:
             whole = lambda *args: self.own(eqn, match_varying_axes(*args))[0]
-            tower = nested_tower(of_some(whole, operands, [i]), self.order(x), x.primal)
-        return [self.compose(tower, x)]
+            derivatives = nested_derivatives(of_some(whole, operands, [i]), self.order(x), x.primal)
+        return [self.compose(derivatives, x)]
 
 
 def _moving(operands: Sequence[Operand]) -> list[int]:

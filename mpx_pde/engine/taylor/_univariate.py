@@ -1,7 +1,7 @@
 """Computes functions of one variable with all their derivatives up to an order.
 
-These form a *tower* (f, f', f'', …), in closed form if there is one. The derivative of a tower is
-the tower from f' on. To differentiate its formulas would take several times as many operations.
+These are a list (f, f', f'', …), in closed form if there is one. The derivative of this list is
+the list from f' on. To differentiate its formulas would take several times as many operations.
 """
 
 import itertools
@@ -17,7 +17,7 @@ from jaxtyping import Array
 from numpy.polynomial.polynomial import polyadd, polyder, polymul
 
 
-Tower = list[Any]
+Derivatives = list[Any]
 """A function and its derivatives. A derivative that is zero everywhere is `None`. A derivative that
 is the same everywhere is a number."""
 
@@ -43,8 +43,8 @@ def _horner(poly: tuple[float, ...], x: Array) -> Any:
     return out
 
 
-def _from_first(f, first, variable, order, slope, own) -> Tower:
-    """Returns a tower whose derivatives are the first one times polynomials in `variable`."""
+def _from_first(f, first, variable, order, slope, own) -> Derivatives:
+    """Returns a list whose derivatives are the first one times polynomials in `variable`."""
     rest = (first * _horner(_factor(k, slope, own), variable) for k in range(2, order + 1))
     return [f, first, *rest][: order + 1]
 
@@ -74,14 +74,14 @@ def _logaddexp(x, order, other):
 
 
 def _cycle(*functions):
-    """Returns the tower function for a cycle of derivatives: pairs of a function and a sign."""
+    """Returns a function of `CLOSED`, given its cycle of derivatives: functions and signs."""
 
-    def tower(x, order):
+    def derivatives(x, order):
         kinds = [functions[k % len(functions)] for k in range(order + 1)]
         made = {fun: fun(x) for fun in dict.fromkeys(fun for fun, _ in kinds)}
         return [made[fun] if sign > 0 else -made[fun] for fun, sign in kinds]
 
-    return tower
+    return derivatives
 
 
 def _exp2(x, order):
@@ -90,7 +90,7 @@ def _exp2(x, order):
 
 
 def _reciprocals(f, x, order):
-    """Returns the tower of a logarithm of value `f`, with f' = 1 / x."""
+    """Returns the derivatives of a logarithm of value `f`, with f' = 1 / x."""
     inverse = 1 / x
     out = [f, inverse]
     for k in range(1, order):
@@ -104,7 +104,7 @@ def _log2(x, order):
 
 
 def _power(x, order, exponent):
-    """Returns the tower of x ** exponent. The exponent is an array or a float."""
+    """Returns the derivatives of x ** exponent. The exponent is an array or a float."""
     out, factor = [], 1.0
     for k in range(order + 1):
         if isinstance(factor, float) and factor == 0:
@@ -120,7 +120,7 @@ def _power(x, order, exponent):
 
 
 def _integer_power(x, order, exponent):
-    out: Tower = []
+    out: Derivatives = []
     for k in range(order + 1):
         factor = math.prod(exponent - j for j in range(k))
         if factor == 0:
@@ -134,25 +134,25 @@ def _integer_power(x, order, exponent):
 
 
 def _root(f, first, exponent):
-    """Returns the tower function of a root. Its `first` derivative at 0 is infinite, not NaN."""
+    """Returns a root, for `CLOSED`. Its `first` derivative at 0 is infinite, not NaN."""
 
-    def tower(x, order):
+    def derivatives(x, order):
         y = f(x)
         out = [y, first(y)][: order + 1]
         for k in range(1, order):
             out.append(out[-1] * (exponent - k) / x)
         return out
 
-    return tower
+    return derivatives
 
 
 def _abs(x, order):
-    """Returns the tower of `abs`. Its slope at 0 is the one in JAX, which is not the sign."""
+    """Returns the derivatives of `abs`. Its slope at 0 is the one in JAX, which is not the sign."""
     value, slope = jax.jvp(jnp.abs, (x,), (jnp.ones_like(x),))
     return [value, slope, *[None] * (order - 1)][: order + 1]
 
 
-CLOSED: dict[str, Callable[..., Tower]] = {
+CLOSED: dict[str, Callable[..., Derivatives]] = {
     "tanh": _tanh,
     "logistic": _logistic,
     "erf": _erf,
@@ -176,7 +176,7 @@ CLOSED: dict[str, Callable[..., Tower]] = {
     "cbrt": _root(jnp.cbrt, lambda y: 1 / (3 * y * y), 1 / 3),
     "abs": _abs,
 }
-"""The functions that return towers in closed form, by the name of the function."""
+"""Functions that return a function of this name and its derivatives, in closed form."""
 
 
 @jax.tree_util.register_static
@@ -184,17 +184,17 @@ class _Number(float):
     """A constant derivative. It is static, so no transformation turns it into an array."""
 
 
-def _held(tower: Tower) -> Tower:
-    return [_Number(f) if type(f) is float else f for f in tower]
+def _held(derivatives: Derivatives) -> Derivatives:
+    return [_Number(f) if type(f) is float else f for f in derivatives]
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def _tower(name: str, order: int, parameter: Any, x: Array) -> Tower:
+def _derivatives(name: str, order: int, parameter: Any, x: Array) -> Derivatives:
     return _held(_call(name, order, parameter, x))
 
 
-@_tower.defjvp
-def _tower_jvp(name, order, parameter, primals, tangents):
+@_derivatives.defjvp
+def _derivatives_jvp(name, order, parameter, primals, tangents):
     (x,), (dx,) = primals, tangents
     every = _call(name, order + 1, parameter, x)
     along = lambda slope: jnp.zeros_like(x) if slope is None else slope * dx
@@ -202,12 +202,12 @@ def _tower_jvp(name, order, parameter, primals, tangents):
     return _held(every[:-1]), _held(dots)
 
 
-def _call(name: str, order: int, parameter: Any, x: Array) -> Tower:
+def _call(name: str, order: int, parameter: Any, x: Array) -> Derivatives:
     parameters = () if parameter is None else (parameter,)
     return CLOSED[name](x, order, *parameters)
 
 
-def closed_tower(name: str, order: int, x: Array, parameter: Any = None) -> Tower:
+def closed_derivatives(name: str, order: int, x: Array, parameter: Any = None) -> Derivatives:
     """Returns a primitive and its derivatives in closed form.
 
     **Arguments:**
@@ -217,11 +217,11 @@ def closed_tower(name: str, order: int, x: Array, parameter: Any = None) -> Towe
     """
     if isinstance(parameter, jax.Array):
         return _call(name, order, parameter, x)
-    tower = _tower(name, order, parameter, x)
-    return [float(f) if isinstance(f, _Number) else f for f in tower]
+    derivatives = _derivatives(name, order, parameter, x)
+    return [float(f) if isinstance(f, _Number) else f for f in derivatives]
 
 
-def nested_tower(fun: Callable[[Array], Array], order: int, x: Array) -> Tower:
+def nested_derivatives(fun: Callable[[Array], Array], order: int, x: Array) -> Derivatives:
     """Returns any elementwise function and its derivatives, by nested forward mode."""
     one = jnp.ones_like(x)
 
