@@ -208,8 +208,10 @@ def linear_operator(
         check_key(key)
         keys = iter(jax.random.split(key, len(operators)))
 
-        def draw(total, spec, size):
+        def sampled(total, spec, size):
             return _sampled(total, spec, size, count, next(keys), replace)
+
+        draw = sampled
 
     return _evaluation(fun, operators, terms, coords, outputs, coords, scaling, dtype, draw)
 

@@ -145,9 +145,9 @@ def _named(eqn: JaxprEqn, inputs: list) -> tuple[JaxprEqn, list]:
     x, start = eqn.invars
     program = getattr(params["jaxpr"], "jaxpr", params["jaxpr"])
     ops = [(e.primitive.name, {id(atom) for atom in e.invars}) for e in program.eqns]
-    inputs = {id(var) for var in program.invars}
+    operands = {id(var) for var in program.invars}
     known = isinstance(inputs[1], Constant) and not isinstance(inputs[1].value, Tracer)
-    if not known or len(ops) != 1 or ops[0][0] not in _MONOIDS or ops[0][1] != inputs:
+    if not known or len(ops) != 1 or ops[0][0] not in _MONOIDS or ops[0][1] != operands:
         return eqn, inputs
     first = np.asarray(inputs[1].value, aval_of(start).dtype)[()]
 

@@ -24,8 +24,8 @@ def _plain(value: Any) -> Any:
     """Converts a static field to a JSON value that is the same in every process."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {x.name: getattr(value, x.name) for x in dataclasses.fields(value)}
-    elif hasattr(value, "_asdict"):
-        value = value._asdict()
+    elif as_dict := getattr(value, "_asdict", None):
+        value = as_dict()
     if isinstance(value, np.generic | np.ndarray):
         value = value.tolist()
     if isinstance(value, Mapping):
