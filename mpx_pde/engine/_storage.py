@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import equinox as eqx
@@ -12,6 +13,7 @@ from jax.extend.core import JaxprEqn
 
 from ..products._order import rounded_cotangent
 from ..program._jaxpr import aval_of
+from ..program._lines import STORED
 from .taylor._jets import Jet, Operand, cast, is_inexact, primal_of
 from .taylor._plan import Index
 
@@ -97,7 +99,8 @@ class Storage:
         """Returns a stream as it is kept. One in another dtype than `compute` is left unchanged."""
         if x is None or self.dtype in (None, self.compute) or x.dtype != self.compute:
             return x
-        return self.scaled(x, key).astype(self.dtype)
+        with jax.named_scope(STORED) if key else nullcontext():
+            return self.scaled(x, key).astype(self.dtype)
 
     def scaled(self, x: Any, key: Index) -> Any:
         """Returns an array in the compute dtype, multiplied by the scale of its stream."""

@@ -178,12 +178,17 @@ def is_ours(layer: str) -> bool:
 _CASTS = {
     "derivatives": ("scaling/_checks.py", "as_network.<locals>.network"),
     "arguments": ("precision/_cast.py", "cast_except"),
-    "layers": ("engine/_streams.py", "Storage.store"),
 }
+
+STORED = "mpx_pde.stored_by_a_layer"
+"""The scope of casts of derivatives that a layer stores. They have the line of what is stored, and
+no frame of this library."""
 
 
 def cast_of(eqn: JaxprEqn) -> str:
     """Returns the kind of values that a cast belongs to, as in `Site.cast_of`."""
+    if STORED in str(eqn.source_info.name_stack):
+        return "layers"
     traceback = eqn.source_info.traceback
     frames = [(f.file_name, f.function_name) for f in (traceback.frames if traceback else ())]
     for of, (file, name) in _CASTS.items():

@@ -21,8 +21,8 @@ class Row(NamedTuple):
         convolution; `"multiplied"` is a product or quotient entry by entry; `"elementwise"` is a
         function of one variable; `"selection"` picks from its operands; `"constant"` is constant
         wherever it has a derivative; `"cast"` changes the dtype; `"container"` holds jaxprs;
-        `"nested"` has no rule, and is differentiated by nested `jvp`; `"opaque"` cannot be
-        differentiated.
+        `"nested"` has no rule unless the row names one, and is differentiated by nested `jvp`;
+        `"opaque"` cannot be differentiated.
     - `precision`: `"half"` rounds its operands to half, and accumulates in float32; `"itself"` is a
         mixed product of the program with its own precision; `"float32"`; `"operands"` is half if
         computed operands are half, and parameters, inputs and constants adapt to them; `"program"`

@@ -411,6 +411,22 @@ def test_a_cast_of_autocast_has_the_line_of_what_is_cast():
     assert_tells(explain(report, "float16"), *told, without=("keep_full",))
 
 
+def test_a_derivative_that_overflows_where_a_layer_stores_it():
+    """The cast has the line of `partials`, and is no argument."""
+
+    def loss(model, points):
+        terms = mpx.partials(model, ["u_xx"], coords="xy", outputs="u")
+        return jnp.mean(jax.vmap(terms)(points)["u_xx"].astype(jnp.float32) ** 2) / 2.0**80
+
+    model = eqx.nn.MLP(2, "scalar", 8, 2, jnp.sin, key=jax.random.key(0))
+    model = eqx.tree_at(lambda m: m.layers[0].weight, model, 2000 * jnp.ones((8, 2)))
+    gradient = mpx.filter_grad(loss, mpx.StaticLossScaling(1.0), keep_full=(False, True))
+    report = mpx.range_report(gradient)(model, jnp.ones((4, 2)) / 7)
+    line = f":{loss.__code__.co_firstlineno + 2} `convert_element_type` in `partials`"
+    told = explain(report, "float16")
+    assert_tells(told, line, "If it is a derivative, pass `partials` the derivative scales")
+
+
 @pytest.mark.slow
 def test_a_cast_in_a_network_of_the_library_is_no_argument():
     model = mpx.nn.FNO(1, 1, 8, 1, 4, key=jax.random.key(0))
