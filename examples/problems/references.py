@@ -5,6 +5,7 @@ A test verifies each, by refinement or by a bound on its error.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import exponax
 import jax
