@@ -232,7 +232,8 @@ class Again:
 def run_backward(
     plan: Plan, values: Values, operands: Mapping[int, Any], by: Precisions, again: Again
 ) -> list[Any]:
-    """Returns the results of the backward program. `operands` are those that are not `wanted`."""
+    """Returns the results of the backward program. `operands` are those that are not `wanted`: the
+    cotangents, and inside of a loop also what it adds up and its constants."""
     env: dict[int, Any] = {k: c.value for k, c in plan.backward.constants.items()}
     env.update(operands)
 

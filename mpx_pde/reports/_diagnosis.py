@@ -118,8 +118,8 @@ def _text(report: PrecisionReport, dtype: np.dtype, advice: str, instead: str) -
     count = sum(row.count for row in _of_numbers(report))
     return (
         f"`{called()}` was asked for {dtype.name}, but {100 * _castable(report):.0f}% of the work "
-        f"of its {count} products is done in half precision. Most of the rest is {row.dtype}, at "
-        f"{row.line}. {advice} `mpx.precision_report` lists all products. "
+        f"of its {count} products is done in half precision. The largest part of the rest is "
+        f"{row.dtype}, at {row.line}. {advice} `mpx.precision_report` lists all products. "
         f"If float32 is meant, pass `{instead}` or filter `mpx.PrecisionWarning`."
     )
 
