@@ -104,6 +104,6 @@ def test_what_is_said_of_phijax_is_that_of_the_results():
         return [median[p, name] / median[p, "PhiJAX, 32-true"] for p in problems]
 
     assert len(ratios("PhiJAX, 16-mixed")) == 3
-    assert max(ratios("PhiJAX, 16-mixed")) < 4 / 3  # "up to a third above"
-    assert all(2 < ratio < 3 for ratio in ratios("PhiJAX, bf16-mixed"))
+    assert max(ratios("PhiJAX, 16-mixed")) < 1.26  # "up to a quarter above"
+    assert all(2.4 < ratio < 4 for ratio in ratios("PhiJAX, bf16-mixed"))
     assert max(ratios("mpx_pde, on PhiJAX's loss")) < 1.05  # "at float32's error or below"
