@@ -10,6 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import JaxprEqn
 
+from ..program import _tables as tables
 from ..program._jaxpr import own_bind
 
 
@@ -27,8 +28,11 @@ def constant(x: Any) -> Known | None:
 
 def results(eqn: JaxprEqn, given: Sequence[Known | None]) -> list[Known | None]:
     """Returns the results of an equation, which are known if all its operands are."""
-    if eqn.effects or any(x is None for x in given) or not eqn.outvars:
+    name = eqn.primitive.name
+    if eqn.effects or any(x is None for x in given) or name in tables.OPAQUE:
         return [None] * len(eqn.outvars)
+    if name in tables.LAYOUT - tables.MOVES:
+        return [*given]  # on other devices, and no other values
 
     @ft.cache
     def found():
