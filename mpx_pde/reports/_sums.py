@@ -308,6 +308,10 @@ def _of_cumsum(eqn: JaxprEqn, _: list) -> int:
     return aval_of(eqn.invars[0]).shape[eqn.params["axis"]]
 
 
+def _of_polynomial(eqn: JaxprEqn, _: list) -> int:
+    return len(eqn.invars) - 1  # the number, and its coefficients
+
+
 def _contracted(eqn: JaxprEqn) -> tuple[int, list[int]]:
     """Returns the contracted size of a product with a sparse array, and its contracted axes."""
     (axes, _), _ = eqn.params["dimension_numbers"]
@@ -348,6 +352,7 @@ _TERMS: dict[str, Callable[[JaxprEqn, list], int]] = {
     "reduce_window_sum": _of_window,
     "reduce_window": _of_window,
     "cumsum": _of_cumsum,
+    "polynomial": _of_polynomial,  # by Horner's rule, from JAX 0.12 on
     "bcoo_dot_general": _of_bcoo,
     "bcsr_dot_general": _of_bcsr,
     **dict.fromkeys(("csr_matvec", "csr_matmat", "coo_matvec", "coo_matmat"), _of_matrix),
