@@ -12,12 +12,12 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ..program import _tables as tables
-from ..program._flat import Constant, Step, flatten
+from ..program._flat import Step, flatten
 from ..program._jaxpr import aval_of, bodies_of, equations_in
 from ..program._lines import line_of
 from ..program._products import is_half_product
 from ..program._rebind import scan_counts
-from ._known import Known, constant, results
+from ._known import Known, constant, results, value_of
 from ._stencils import Stencil, magnified_by_matrix, stencil_of
 from ._sums import UNITS
 
@@ -49,7 +49,6 @@ def magnified_differences(
     a row counts, unless it is known and does not cancel.
     """
     found: dict[str, Magnified] = {}
-    found: dict[str, Magnified] = {}
     search = _Search(half)
     for one in search.found_in(closed, _Given({*parameters}, set(), {}), ()):
         if one.factor > _LEAST * UNITS[half]:
@@ -58,8 +57,8 @@ def magnified_differences(
 
 
 class _Given(NamedTuple):
-    """What is known of the operands of a jaxpr, by their positions: which depend on parameters,
-    which half products computed, and which are known while tracing."""
+    """The operands of a jaxpr, by their positions: those that depend on parameters, those that half
+    products computed, and those that are known while tracing."""
 
     moving: set[int]
     computed: set[int]
@@ -80,7 +79,7 @@ class _Search:
         known.update((flat.inputs[i], x) for i, x in given.known.items())
         for step in flat.steps:
             calls, bodies = (*around, *step.calls), bodies_of(step.eqn)
-            values = [_value(x, known) for x in step.inputs]
+            values = [value_of(x, known) for x in step.inputs]
             moves, reached = (not x.isdisjoint(step.values) for x in (moving, computed))
             makes = self._multiplies(step)
             if moves:
@@ -112,10 +111,6 @@ class _Search:
 
     def _rounds(self, step: Step) -> bool:
         return step.name in tables.CASTS and aval_of(step.eqn.outvars[0]).dtype == self.half
-
-
-def _value(x: int | Constant, known: dict[int, Known | None]) -> Known | None:
-    return constant(x.value) if isinstance(x, Constant) else known.get(x)
 
 
 def _positions(step: Step, among: set[int]) -> set[int]:

@@ -1,7 +1,7 @@
 """Arrays of a program that are known while it is traced, because they depend on no argument."""
 
 import functools as ft
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ from jax.core import Tracer
 from jax.extend.core import JaxprEqn
 
 from ..program import _tables as tables
+from ..program._flat import Constant
 from ..program._jaxpr import own_bind
 
 
@@ -24,6 +25,11 @@ LARGEST = 2**24
 def constant(x: Any) -> Known | None:
     """Returns an array as a known one, or `None` for a tracer."""
     return None if isinstance(x, Tracer) else lambda: np.asarray(x)
+
+
+def value_of(x: int | Constant, known: Mapping[int, Known | None]) -> Known | None:
+    """Returns an operand of an equation as a known array, given the variables that are `known`."""
+    return constant(x.value) if isinstance(x, Constant) else known.get(x)
 
 
 def results(eqn: JaxprEqn, given: Sequence[Known | None]) -> list[Known | None]:

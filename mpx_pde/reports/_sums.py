@@ -14,7 +14,7 @@ from ..program._flat import Constant, Flat, Step, dependent, flatten, variables
 from ..program._jaxpr import aval_of, bodies_of, close, is_container
 from ..program._lines import NOWHERE, Site, site_inside, site_of
 from ..program._rebind import scan_counts
-from ._known import LARGEST, Known, constant, results
+from ._known import LARGEST, Known, constant, results, value_of
 
 
 UNITS = {"float16": 2**11, "bfloat16": 2**8}
@@ -252,13 +252,9 @@ def _fixed(flat: Flat, given: Sequence[Known | None]) -> dict[int, Known | None]
     fixed.update((k, constant(x.value)) for k, x in flat.constants.items())
     for step in flat.steps:
         if not step.eqn.effects and fixed.keys() >= {*step.variables} and not bodies_of(step.eqn):
-            values = results(step.eqn, [_value(x, fixed) for x in step.inputs])
+            values = results(step.eqn, [value_of(x, fixed) for x in step.inputs])
             fixed.update(zip(step.outputs, values, strict=True))
     return fixed
-
-
-def _value(x: int | Constant, fixed: Mapping[int, Known | None]) -> Known | None:
-    return constant(x.value) if isinstance(x, Constant) else fixed.get(x)
 
 
 def _keeps(factor: int | Constant, fixed: Mapping[int, Known | None], units: int) -> bool:
@@ -267,7 +263,7 @@ def _keeps(factor: int | Constant, fixed: Mapping[int, Known | None], units: int
     `units` steps do not."""
     if not isinstance(factor, Constant) and factor not in fixed:
         return False
-    known = _value(factor, fixed)
+    known = value_of(factor, fixed)
     if known is None:
         return True
     return bool(np.any(np.abs(np.abs(np.asarray(known(), np.float64)) - 1) < 1 / units))
