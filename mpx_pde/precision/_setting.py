@@ -1,5 +1,5 @@
-"""What the code around a function asks of it, where it cannot pass an argument because the user's
-code lies in between.
+"""Hands a function what the code around it asks for, where no argument can be passed because the
+user's code lies in between.
 
 It is one record. The only other context that changes a result is the meaning of *half precision*,
 which users set.
@@ -15,7 +15,7 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What a function of this library finds around it.
+    """A record of what the code around a function of this library asks for.
 
     **Attributes:**
 

@@ -44,7 +44,7 @@ _FUNCTIONS = {
 function."""
 
 _RIGHT = {"acosh", "asinh", "hypot", "sinc"} if jax.__version_info__ >= (0, 12) else set[str]()
-"""Those that the installed version of JAX has mended."""
+"""Functions that the installed version of JAX has mended."""
 
 _INSIDE = {"lgamma": "betaln", "log": "rel_entr"}
 """Functions that are no call of their own in a program, by a primitive in them. `kl_div` calls
