@@ -62,6 +62,32 @@ second_order = Table(
 )
 
 
+def _published(data: Result) -> Iterator[Record]:
+    """Yields the errors of each problem by seed, beside the published one."""
+    for runs in groups(data["trainings"], "problem").values():
+        errors = ", ".join(f"{run['error']:.1e}" for run in runs)
+        minutes = statistics.median(run["cpu_minutes"] for run in runs)
+        title = runs[0]["title"]
+        if accuracy := runs[0].get("reference_error"):
+            title += f" ({accuracy:.0e})"
+        yield {**runs[0], "title": title, "errors": errors, "minutes": minutes}
+
+
+published = Table(
+    "published",
+    _published,
+    """
+    problem               {title}
+    published             {published:.1e}, {source}
+    error, by seed        {errors}
+    parameters            {parameters:,}
+    steps                 {steps:,}
+    processor minutes     {minutes:.0f}
+    """,
+    "Relative L2 errors. In brackets: the error of a numerical reference.",
+)
+
+
 def _by_kind(data: Result) -> Iterator[Record]:
     """Yields for each step its seconds by kind of kernel, and those of the step in float64."""
     full = next(s["seconds"] for s in data["steps"] if s["precision"] == "float64")

@@ -96,9 +96,9 @@ def reference(
         return jnp.stack([x_equation, y_equation, mass])
 
     start = np.zeros((3, n, n))
-    if turbulence:
-        laminar = reference(reynolds, n)
-        start = np.stack([laminar.u[1:], laminar.v[:, 1:], laminar.p])
+    if turbulence or reynolds > 500:  # from zero, Newton's method does not converge
+        near = reference(reynolds if turbulence else reynolds / 2, n, lid=lid)
+        start = np.stack([near.u[1:], near.v[:, 1:], near.p])
     u, v, p = solve(residual, start)
     u, v = np.pad(u, ((1, 0), (0, 0))), np.pad(v, ((0, 0), (1, 0)))
     return Cavity(u, v, p - p.mean())

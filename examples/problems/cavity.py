@@ -53,7 +53,9 @@ def stream_function(x: Float[Array, ""], y: Float[Array, ""]) -> Float[Array, ""
     return -d * corner(x) * corner(1 - x) * y**2
 
 
-def form(point: Float[Array, "2"], outputs: Float[Array, "3"]) -> Float[Array, "3"]:
+def form(
+    point: Float[Array, "2"], outputs: Float[Array, "3"], nu: float | Float[Array, ""] = NU
+) -> Float[Array, "3"]:
     """Builds u, v, p from the outputs of the network."""
     x, y = point
     y = jnp.minimum(y, 1 - 1e-6)  # corners are singular, and so is the lid by the formula
@@ -61,7 +63,7 @@ def form(point: Float[Array, "2"], outputs: Float[Array, "3"]) -> Float[Array, "
     left = (_B * d + _C * x) / (x**2 + d**2)
     right = (_B * d + _C * (1 - x)) / ((1 - x) ** 2 + d**2)
     minus_v, u = jax.grad(stream_function, (0, 1))(x, y)
-    lift = jnp.stack([u, -minus_v, 2 * NU * (right - left)])
+    lift = jnp.stack([u, -minus_v, 2 * nu * (right - left)])
     inside = 16 * x * (1 - x) * y * (1 - y)
     return lift + outputs * jnp.stack([inside, inside, jnp.ones_like(inside)])
 

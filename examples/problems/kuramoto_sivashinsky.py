@@ -42,15 +42,15 @@ loss = mean_square(residual)
 
 
 @functools.cache
-def reference(n=256, steps=600):
+def reference(n=256, steps=600, end=END, frames=30):
     x = np.arange(n) * TURN / n
     k = np.arange(n // 2 + 1)
     slope = lambda u: np.fft.irfft(1j * k * np.fft.rfft(u), n)
     transport = lambda u: -A / 2 * slope(u**2)
     linear = B * k**2 - C * k**4
     start = np.cos(x) * (1 + np.sin(x))
-    u = etdrk4(start, linear, transport, dt=END / steps, steps=steps, every=steps // 30)
-    return Reference(grid(np.linspace(0, END, 31), x), u.ravel())
+    u = etdrk4(start, linear, transport, dt=end / steps, steps=steps, every=steps // frames)
+    return Reference(grid(np.linspace(0, end, frames + 1), x), u.ravel())
 
 
 sample = lambda key: uniform(key, 384, low=(0, 0), high=(END, TURN))
