@@ -76,7 +76,7 @@ def kdv_cosine(seed: int, quick: bool) -> dict[str, Any]:
 
 # --- Kuramoto–Sivashinsky --------------------------------------------------------------------
 
-WINDOWS, WINDOW_STEPS, WAVES, WIDTH, MODES = 50, 60, 12, 24, 96
+WINDOWS, WINDOW_STEPS, WAVES, WIDTH, MODES = 50, 30, 12, 24, 96
 
 
 def series(values: Float[np.ndarray, " x"]) -> Complex[np.ndarray, " k"]:
@@ -118,7 +118,7 @@ def kuramoto_sivashinsky(seed: int, quick: bool) -> dict[str, Any]:
 
     key = jax.random.key(seed)
     training = Training(residual, _deep.Network(deep, jnp.float64, key=key))
-    count = _deep.POINTS * parameters(training.model)
+    count = 4 * parameters(training.model)
     reference = ks.reference(512, 20_000, end=1.0, frames=WINDOWS).values.reshape(-1, 512)
     x = jnp.arange(512) * ks.TURN / 512
     ended = eqx.filter_jit(lambda model, x: jax.vmap(lambda x: model(jnp.stack([length, x])))(x))
