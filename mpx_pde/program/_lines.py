@@ -72,6 +72,23 @@ def _is_library(file: str) -> bool:
 
 NOWHERE = Site()
 
+
+class _Frame(NamedTuple):
+    file: str
+    function: str
+    line: int
+
+
+@ft.lru_cache(maxsize=2**14)
+def _frames_of(traceback: Any) -> tuple[_Frame, ...]:
+    """Returns the frames of a traceback, innermost first. JAX makes them anew at each look."""
+    return tuple(_Frame(f.file_name, f.function_name, f.line_num) for f in traceback.frames)
+
+
+def _frames(source: Any) -> tuple[_Frame, ...]:
+    return _frames_of(source.traceback) if source.traceback else ()
+
+
 _DERIVATIVE = re.compile(r"\b(transpose|jvp)\(")
 
 
@@ -81,10 +98,8 @@ def site_of(eqn: JaxprEqn, outer: Site = NOWHERE) -> Site:
     if backward is None and (outermost := _DERIVATIVE.search(str(eqn.source_info.name_stack))):
         backward = outermost.group() == "transpose("
     inside, ours = in_custom_vjp(eqn.source_info), []
-    traceback = eqn.source_info.traceback
     libraries: list[str] = []
-    for frame in traceback.frames if traceback else ():
-        file, name = frame.file_name, frame.function_name
+    for file, name, number in _frames(eqn.source_info):
         if outer.body and file == outer.body[0] and name.rpartition(".")[2] == outer.body[1]:
             # JAX traces such a function once and records its first call. The call that counts here
             # is in `outer`.
@@ -92,10 +107,10 @@ def site_of(eqn: JaxprEqn, outer: Site = NOWHERE) -> Site:
         if file.startswith((HOME, _LAYERS)):
             ours.append((file, name))
         if _is_users(file):
-            line = f"{file}:{frame.line_num}"
+            line = f"{file}:{number}"
             return Site(line, _layer(ours), backward, inside, True, outer.body)
         if _is_library(file):
-            libraries.append(f"{file}:{frame.line_num}")
+            libraries.append(f"{file}:{number}")
     # A trace inside of another, such as that of a checkpoint, does not record its caller.
     # `"mpx_pde"` stands for an unknown part of the library and names no layer.
     named = outer.layer if outer.layer != "mpx_pde" else ""
@@ -189,8 +204,7 @@ def cast_of(eqn: JaxprEqn) -> str:
     """Returns the kind of values that a cast belongs to, as in `Site.cast_of`."""
     if STORED in str(eqn.source_info.name_stack):
         return "layers"
-    traceback = eqn.source_info.traceback
-    frames = [(f.file_name, f.function_name) for f in (traceback.frames if traceback else ())]
+    frames = [(f.file, f.function) for f in _frames(eqn.source_info)]
     for of, (file, name) in _CASTS.items():
         if (os.path.join(HOME, *file.split("/")), name) in frames:
             return of
@@ -204,9 +218,9 @@ INSIDE = "the `jax.custom_vjp` called there"
 def in_custom_vjp(source: Any) -> bool:
     """Returns whether an equation is inside of a `jax.custom_vjp`, so that its line is that of the
     call. JAX gives the equations of a backward rule the frames of the call, and no other line."""
-    for frame in source.traceback.frames if source.traceback else ():
-        if not frame.file_name.startswith(_JAX):
+    for frame in _frames(source):
+        if not frame.file.startswith(_JAX):
             return False
-        if frame.function_name.endswith("custom_vjp.__call__"):
+        if frame.function.endswith("custom_vjp.__call__"):
             return True
     return False

@@ -65,14 +65,14 @@ def fragile_calls(closed: ClosedJaxpr) -> list[Fragile]:
 
 def _calls(closed: ClosedJaxpr, outer: Site) -> Iterator[Fragile]:
     for eqn in closed.jaxpr.eqns:
-        site = site_of(eqn, outer)
         name = _name(eqn)
         dtypes, reason = FRAGILE.get(name, ((), ""))
         if (dtype := _dtype(eqn)) in dtypes:
-            yield Fragile(site.line or "unknown", name, dtype, reason)
-            continue
-        for body in bodies_of(eqn):
-            yield from _calls(body, site_inside(eqn, site))
+            yield Fragile(site_of(eqn, outer).line or "unknown", name, dtype, reason)
+        elif bodies := bodies_of(eqn):
+            inner = site_inside(eqn, site_of(eqn, outer))
+            for body in bodies:
+                yield from _calls(body, inner)
 
 
 def _name(eqn: JaxprEqn) -> str:
