@@ -76,7 +76,7 @@ def kdv_cosine(seed: int, quick: bool) -> dict[str, Any]:
 
 # --- Kuramoto–Sivashinsky --------------------------------------------------------------------
 
-WINDOWS, WINDOW_STEPS, WAVES, WIDTH, MODES = 50, 30, 12, 24, 96
+WINDOWS, WINDOW_STEPS, WAVES, WIDTH, MODES = 50, 30, 12, 20, 96
 
 
 def series(values: Float[np.ndarray, " x"]) -> Complex[np.ndarray, " k"]:
