@@ -112,10 +112,10 @@ def test_printing_is_no_obstacle(capfd):
 
 
 def test_the_report_names_what_is_nested():
-    fun = lambda p: jnp.arctan2(p[0], jnp.cosh(p[1]))
+    fun = lambda p: jnp.cumprod(jnp.cosh(p))[1]
     report = mpx.partials(fun, ["u_xy"], coords="xy", outputs="u").report(jnp.ones(2))
     (only,) = report.nested
-    assert (only.primitive, only.line.rpartition(":")[0]) == ("atan2", __file__)
+    assert (only.primitive, only.line.rpartition(":")[0]) == ("cumprod", __file__)
     assert "nested forward mode" in str(report)
 
 

@@ -21,7 +21,7 @@ from ...program._jaxpr import aval_of, bodies_of, differentiable, own_bind, push
 from ._jets import Jet, Operand, Streams, bind, bind_primals, each, is_inexact, primal_of, total
 from ._plan import Index, Plan, chains, splits, sum_key
 from ._together import beside, joined, sum_together
-from ._univariate import CLOSED, closed_derivatives, nested_derivatives
+from ._univariate import CLOSED, atan_at_zero, closed_derivatives, nested_derivatives
 
 
 KEPT_TERMS = "mpx_pde.kept_terms"
@@ -297,25 +297,50 @@ class Rules:
         (primal,) = bind_primals(eqn, operands)
         if not isinstance(b, Jet):
             return [Jet(primal, {k: x / b for k, x in a.streams.items()})]
-        # The streams of q follow from a = q b, order by order.
         a_streams = a.streams if isinstance(a, Jet) else {}
-        inverse = 1 / b.primal
+        return [Jet(primal, self._quotient(primal, a_streams, b.streams, 1 / b.primal))]
+
+    def _quotient(self, primal: Any, a: Streams, b: Streams, inverse: Any) -> Streams:
+        """Returns the streams of q = a / b, which follow from a = q b, order by order. `primal` is
+        the value of q, `None` if it is zero, and `inverse` is 1 / b."""
         q: Streams = {}
 
         def terms(index):
             for count, left, right in splits(index):
-                if left in b.streams and right in q:
-                    yield count, b.streams[left] * q[right]
+                if left in b and right in q:
+                    yield count, b[left] * q[right]
 
         for key in self.plan.keys:
-            own = a_streams.get(key)
-            first = primal * b.streams[key] if key in b.streams else None
+            own = a.get(key)
+            first = primal * b[key] if key in b and primal is not None else None
             less = total([first, self.gather(key, terms)])
             if less is not None:
                 own = -less if own is None else own - less
             if own is not None:
                 q[key] = own * inverse
-        return [Jet(primal, q)]
+        return q
+
+    def _atan2(self, eqn, operands):
+        """Returns the angle of a vector (x, y). In axes of which the first has its direction and
+        length, the vector is (1, 0), and its angle the arc tangent of a quotient that is zero."""
+        y, x = (z if isinstance(z, Jet) else Jet(z) for z in operands)
+        (primal,) = bind_primals(eqn, operands)
+        if not (x.streams or y.streams):
+            return [Jet(primal)]
+        square = x.primal * x.primal + y.primal * y.primal
+        a, b = x.primal / square, y.primal / square
+        first, second = self._turned(x, y, a, b), self._turned(x, y, -b, a)
+        slope = Jet(primal, self._quotient(None, second, first, 1))
+        return [self.compose([primal, *atan_at_zero(self.order(slope))], slope)]
+
+    def _turned(self, x: Jet, y: Jet, a: Any, b: Any) -> Streams:
+        """Returns the streams of a x + b y, for constants a and b."""
+
+        def terms(key):
+            yield a * x.streams[key] if key in x.streams else None
+            yield b * y.streams[key] if key in y.streams else None
+
+        return self._sums(terms)
 
     def _sqrt(self, eqn, operands):
         """Returns the square root y of x. Its streams follow from x = y², order by order. Powers of
@@ -490,6 +515,7 @@ JET_RULES: dict[str, JetRule] = {
     "mul": JetRule(Rules._mul),
     "div": JetRule(Rules._div),
     "sqrt": JetRule(Rules._sqrt),
+    "atan2": JetRule(Rules._atan2),
     "moments": JetRule(Rules.moments),
     "squares_about_mean": JetRule(Rules.squares_about_mean),
     "elementwise": JetRule(Rules._elementwise, _is_of_one),
