@@ -141,7 +141,7 @@ class Rules:
         row = tables.TABLE.get(eqn.primitive.name)
         rule = None if row is None else JET_RULES.get(row.rule)
         while rule is not None and rule.fits is not None and not rule.fits(self, eqn, operands):
-            rule = JET_RULES.get(rule.otherwise)
+            rule = rule.otherwise
         return rule
 
     def _constant(self, eqn, operands):
@@ -375,13 +375,19 @@ class Rules:
 
     def _elementwise(self, eqn, operands):
         x, *exponent = operands
-        name = eqn.primitive.name
         parameter = _number(exponent[0]) if exponent else eqn.params.get("y")
-        if name in CLOSED:
-            derivatives = closed_derivatives(name, self.order(x), x.primal, parameter)
-        else:
-            derivatives = nested_derivatives(lambda v: bind(eqn, [v])[0], self.order(x), x.primal)
+        derivatives = closed_derivatives(eqn.primitive.name, self.order(x), x.primal, parameter)
         return [self.compose(derivatives, x)]
+
+    def _nested_elementwise(self, eqn, operands):
+        """Takes derivatives of a function of one variable, which is constant in other operands, by
+        nested forward mode."""
+        (i,) = _moving(operands)
+        x = operands[i]
+        bind = self.own if eqn.primitive.name in tables.CUSTOM else own_bind
+        whole = lambda *args: bind(eqn, match_varying_axes(*args))[0]
+        function = of_some(whole, list(map(primal_of, operands)), [i])
+        return [self.compose(nested_derivatives(function, self.order(x), x.primal), x)]
 
     # Equations without a rule.
 
@@ -447,17 +453,13 @@ class Rules:
         alike = fits and out.aval.shape == shape
         return alike and _pointwise_custom(eqn, moving, self.order(x))
 
-    def _custom(self, eqn, operands):
-        (i,) = [i for i, x in enumerate(operands) if isinstance(x, Jet)]
-        x = operands[i]
-        if _is_logaddexp(eqn):
-            derivatives = closed_derivatives(
-                "logaddexp", self.order(x), x.primal, _number(operands[1 - i])
-            )
-        else:
-            whole = lambda *args: self.own(eqn, match_varying_axes(*args))[0]
-            derivatives = nested_derivatives(of_some(whole, operands, [i]), self.order(x), x.primal)
-        return [self.compose(derivatives, x)]
+    def _is_softplus(self, eqn, operands) -> bool:
+        return _is_logaddexp(eqn) and self._is_elementwise(eqn, operands)
+
+    def _logaddexp(self, eqn, operands):
+        (i,) = _moving(operands)
+        x, other = operands[i], _number(operands[1 - i])
+        return [self.compose(closed_derivatives("logaddexp", self.order(x), x.primal, other), x)]
 
 
 def _moving(operands: Sequence[Operand]) -> list[int]:
@@ -472,13 +474,12 @@ class JetRule(NamedTuple):
 
     - `apply`: a method of `Rules` that takes an equation and its operands.
     - `fits`: returns whether the rule holds for an equation; `None` if it always does.
-    - `otherwise`: the name of the rule for equations that it does not hold for; by default they
-        have none.
+    - `otherwise`: the rule for equations that it does not hold for; by default they have none.
     """
 
     apply: Callable[[Rules, JaxprEqn, Sequence[Operand]], list[Jet]]
     fits: Callable[[Rules, JaxprEqn, Sequence[Operand]], bool] | None = None
-    otherwise: str = ""
+    otherwise: "JetRule | None" = None
 
     @property
     def name(self) -> str:
@@ -493,6 +494,10 @@ def _is_of_one(rules: Rules, eqn: JaxprEqn, operands: Sequence[Operand]) -> bool
     return _moving(operands) == [0] and _is_real(rules, eqn, operands)
 
 
+def _is_closed(rules: Rules, eqn: JaxprEqn, operands: Sequence[Operand]) -> bool:
+    return eqn.primitive.name in CLOSED and _is_of_one(rules, eqn, operands)
+
+
 def _has_fixed_bounds(rules: Rules, eqn: JaxprEqn, operands: Sequence[Operand]) -> bool:
     return _moving(operands) == [1]
 
@@ -502,15 +507,17 @@ def _updates_once(rules: Rules, eqn: JaxprEqn, operands: Sequence[Operand]) -> b
     return eqn.params["unique_indices"]
 
 
+_LINEAR, _SELECTION = JetRule(Rules._linear), JetRule(Rules._selection)
+
 JET_RULES: dict[str, JetRule] = {
     "constant": JetRule(Rules._constant),
     "cast": JetRule(Rules._convert),
-    "layout": JetRule(Rules._linear),
-    "linear": JetRule(Rules._linear),
+    "layout": _LINEAR,
+    "linear": _LINEAR,
     "each": JetRule(Rules._each),
-    "together": JetRule(Rules._together, _is_real, "linear"),
-    "scatter": JetRule(Rules._linear, _updates_once, "selection"),
-    "selection": JetRule(Rules._selection),
+    "together": JetRule(Rules._together, _is_real, _LINEAR),
+    "scatter": JetRule(Rules._linear, _updates_once, _SELECTION),
+    "selection": _SELECTION,
     "clamp": JetRule(Rules._selection, _has_fixed_bounds),
     "mul": JetRule(Rules._mul),
     "div": JetRule(Rules._div),
@@ -518,8 +525,14 @@ JET_RULES: dict[str, JetRule] = {
     "atan2": JetRule(Rules._atan2),
     "moments": JetRule(Rules.moments),
     "squares_about_mean": JetRule(Rules.squares_about_mean),
-    "elementwise": JetRule(Rules._elementwise, _is_of_one),
-    "custom": JetRule(Rules._custom, Rules._is_elementwise),
+    "elementwise": JetRule(
+        Rules._elementwise, _is_closed, JetRule(Rules._nested_elementwise, _is_of_one)
+    ),
+    "custom": JetRule(
+        Rules._logaddexp,
+        Rules._is_softplus,
+        JetRule(Rules._nested_elementwise, Rules._is_elementwise),
+    ),
 }
 """Rules for streams, by their names in the table of primitives. What has none here is a product or
 a container, or is differentiated by nested `jvp`, or not at all."""
