@@ -53,19 +53,19 @@ class Product:
     open: bool = False
 
     def halves(
-        self, flat: Flat, env: Mapping[int, Any], stage: Collection[int], given: Iterable[int]
+        self, flat: Flat, env: Mapping[int, Any], stages: Collection[int], narrow: Iterable[int]
     ) -> set[int]:
-        """Returns the variables that are effectively half, and have no `stage` because they do not
+        """Returns the variables that are effectively half, and have no stage because they do not
         depend on the point. These are half arrays, constants if they are `masters`, the variables
-        `given`, and results computed from these alone, even in float32."""
+        `narrow`, and results computed from these alone, even in float32."""
         known = {k: x for k, x in env.items() if not isinstance(x, Jet) and is_inexact(x)}
         masters = flat.constants if self.masters else ()
-        out = {*given, *(k for k, x in known.items() if k in masters or is_half(x.dtype))}
+        out = {*narrow, *(k for k, x in known.items() if k in masters or is_half(x.dtype))}
         for step in flat.steps:
             numbers = step.values
             made = bool(numbers) and numbers <= out
             for x, v in zip(step.outputs, step.eqn.outvars, strict=True):
-                if x not in stage and is_inexact(v.aval) and (made or is_half(aval_of(v).dtype)):
+                if x not in stages and is_inexact(v.aval) and (made or is_half(aval_of(v).dtype)):
                     out.add(x)
         return out
 
