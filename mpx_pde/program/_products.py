@@ -82,8 +82,8 @@ class Work(NamedTuple):
 
 def says_its_dtype(eqn: JaxprEqn) -> bool:
     """Returns whether the program names the dtype that a mixed product multiplies in."""
-    given = eqn.params.get("given")
-    return given is None or given.dtype
+    origin = eqn.params.get("origin")
+    return origin is None or origin.dtype
 
 
 def asks_for_more(eqn: JaxprEqn) -> bool:
