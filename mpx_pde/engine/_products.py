@@ -212,13 +212,13 @@ def _rows(eqn: JaxprEqn, jet: Jet, weight: Any, first: bool) -> Sequence[Any]:
         return ()
     weight = jnp.moveaxis(weight, axes[1 if first else 0][0], 0)
     weight = cast(weight, max(dtypes, key=lambda dtype: dtype.itemsize))
-    return beside(list(weight), jnp.broadcast_to(jet.primal[0], weight.shape[1:]))
+    return broadcast_like(list(weight), jnp.broadcast_to(jet.primal[0], weight.shape[1:]))
 
 
-def beside(arrays: Sequence[Any], like: Any, *, leading: bool = False) -> list[Any]:
+def broadcast_like(arrays: Sequence[Any], like: Any, *, leading: bool = False) -> list[Any]:
     """Broadcasts arrays for use with several streams. Their gradients are summed in one pass,
     except in a loss with a full forward pass, which orders its backward pass by itself."""
-    return together.beside(arrays, like, leading=leading, summed=not in_full_forward())
+    return together.broadcast_like(arrays, like, leading=leading, summed=not in_full_forward())
 
 
 def _combined(factors: Any, rows: Sequence[Any]) -> Any:

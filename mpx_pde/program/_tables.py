@@ -251,7 +251,7 @@ _ROWS = (
     _row("rounded_cotangent written written_in", "linear", "program", _OURS, "stores"),
     _row("add_product sum_together", "linear", "program", _OURS),
     _row("spread_together", "linear", "program", _OURS, "light accurate"),
-    _row("beside summed_apart forward_only", "linear", "program", _OURS),
+    _row("broadcast_like summed_apart forward_only", "linear", "program", _OURS),
     _row("moments", "nested", "float32", _OURS, "sum", rule="moments"),
     _row("squares_about_mean", "nested", "float32", _OURS, "sum", rule="squares_about_mean"),
     _row("derivative_tap", "nested", "program", _TAP, "derivative"),

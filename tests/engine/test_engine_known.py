@@ -17,7 +17,7 @@ def test_few_coordinates_meet_the_rows_of_a_weight(coords, turned):
     net = lambda p: jnp.sum(jnp.tanh(weight.T @ p if turned else p @ weight))
     terms = mpx.partials(net, ["u", f"u_{names[0]}{names[-1]}"], coords=names, outputs="u")
     jaxpr = jax.make_jaxpr(jax.vmap(terms))(jnp.ones((6, coords)))
-    assert ("beside" in [e.primitive.name for e in equations(jaxpr)]) == (coords <= 4)
+    assert ("broadcast_like" in [e.primitive.name for e in equations(jaxpr)]) == (coords <= 4)
 
 
 @pytest.mark.parametrize(

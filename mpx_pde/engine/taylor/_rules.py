@@ -20,7 +20,7 @@ from ...program import _tables as tables
 from ...program._jaxpr import aval_of, bodies_of, differentiable, own_bind, pushforward
 from ._jets import Jet, Operand, Streams, bind, bind_primals, each, is_inexact, primal_of, total
 from ._plan import Index, Plan, chains, splits, sum_key
-from ._together import beside, joined, sum_together
+from ._together import broadcast_like, joined, sum_together
 from ._univariate import CLOSED, atan_at_zero, closed_derivatives, nested_derivatives
 
 
@@ -284,7 +284,7 @@ class Rules:
             return [Jet(primal, self.leibniz(lambda x, y, *_: x * y, a, b))]
         jet, factor = (a, b) if isinstance(a, Jet) else (b, a)
         if isinstance(factor, jax.Array) and jet.streams:
-            (factor,) = beside([factor], jet.primal, summed=self.summed)
+            (factor,) = broadcast_like([factor], jet.primal, summed=self.summed)
             primal = jet.primal * factor
         else:
             (primal,) = bind_primals(eqn, operands)
