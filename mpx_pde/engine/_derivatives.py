@@ -83,7 +83,7 @@ class Scaled:
     def _storage(self) -> Storage:
         return Storage(np.dtype("float32"), None, self.scales)
 
-    def kept(self, values: Iterable[Any]) -> None:
+    def watch(self, values: Iterable[Any]) -> None:
         """Records which streams of some values overflow if they are kept."""
         limit, out = float(jnp.finfo(self.half).max), {}
         for jet in values:
@@ -155,7 +155,7 @@ class Derivatives(AbstractEvaluator[StreamRole]):
             roles.reach(step)
         if not part.alone and self.scaled is not None:
             # A loss may keep the values that enter a layer.
-            self.scaled.kept(env[k] for k in part.inputs if k in roles.stored)
+            self.scaled.watch(env[k] for k in part.inputs if k in roles.stored)
         if part.alone or self.product.open or not (part.multiplies or part.checkpointed):
             self._directly(part, env, roles)
         else:

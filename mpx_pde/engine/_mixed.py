@@ -254,8 +254,8 @@ class Mixed(AbstractEvaluator[MixedRole]):
         the padding as they read. A barrier there would take a copy.
         """
         pairs = zip(part.inputs, values, strict=True)
-        kept = any(self._is_half(x) or (isinstance(x, Jet) and k in roles.near) for k, x in pairs)
-        if not (part.checkpointed and kept):
+        stored = any(self._is_half(x) or (isinstance(x, Jet) and k in roles.near) for k, x in pairs)
+        if not (part.checkpointed and stored):
             return layer
         if not self._scores_in(part, values, roles):
             return jax.checkpoint(layer)
@@ -269,8 +269,8 @@ class Mixed(AbstractEvaluator[MixedRole]):
         return lambda traced: run(traced)[0]
 
     def _kept(self, x: int, value: Any, part: Part, roles: MixedRole) -> Any:
-        kept = isinstance(value, Jet) and x in roles.stored and x not in roles.near
-        return self.storage.stored(value) if kept else value
+        stores = isinstance(value, Jet) and x in roles.stored and x not in roles.near
+        return self.storage.stored(value) if stores else value
 
     # One equation.
 

@@ -217,8 +217,8 @@ class Rules:
         at = (..., *(slice(stops.get(i)) for i in range(len(shape))))
         first = lambda arrays: [lax.stop_gradient(jnp.asarray(s)[at] / few) for s in arrays]
         (start,) = summed(each([x], first), axes)
-        kept = [i for i in range(len(shape)) if i not in axes]
-        y = added(x, start.spread(shape, kept), -1)
+        others = [i for i in range(len(shape)) if i not in axes]
+        y = added(x, start.spread(shape, others), -1)
         held = lambda jet: jax.tree.map(lax.stop_gradient, jet) if eqn.params["still"] else jet
         sums, squares = summed([y, self._square(held(y))], axes)
         squares = added(squares, self._square(held(sums)), -1 / count)

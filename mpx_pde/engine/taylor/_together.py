@@ -172,8 +172,8 @@ def _unspread(cotangents, arrays, shape, places) -> list[Any]:
     def over(x, at, cotangent):
         if isinstance(cotangent, ad.Zero):
             return ()
-        kept = [k for k, n in zip(at, x.aval.shape, strict=True) if n == shape[k]]
-        return tuple(k for k in range(len(shape)) if k not in kept)
+        whole = [k for k, n in zip(at, x.aval.shape, strict=True) if n == shape[k]]
+        return tuple(k for k in range(len(shape)) if k not in whole)
 
     def shaped(x, found):
         return ad.Zero(x.aval) if isinstance(found, ad.Zero) else lax.reshape(found, x.aval.shape)
