@@ -41,7 +41,7 @@ _PLAIN = {
     mixed_conv_general_dilated_p: lax.conv_general_dilated_p,
 }
 # The parameters of a mixed product that a plain one does not have.
-_OWN = ("dtype", "out_dtype", "given", "algorithm")
+_OWN = ("dtype", "out_dtype", "origin", "algorithm")
 
 
 # A dataclass for its equality, by which equal checkpoints share one entry of JAX's caches.

@@ -416,7 +416,9 @@ class DerivativeReport(NamedTuple):
     **Attributes:**
 
     - `equations`: the equations that depend on the point: primitive, line, rule and precision. The
-        rule `"nested"` is nested forward mode, for an equation that has no rule of its own.
+        rule `"nested"` is nested forward mode, for an equation that has no rule of its own, and
+        `"nested_elementwise"` that of each entry alone, for a function of one variable whose
+        derivatives are not known in closed form.
     - `streams`: the number of values that go through the function together, with the value itself.
         Stacked directions together count once.
     """
@@ -430,13 +432,22 @@ class DerivativeReport(NamedTuple):
         return tuple(e for e in self.equations if e.rule == "nested")
 
     @property
+    def nested_elementwise(self) -> tuple[Equation, ...]:
+        """Returns the functions of one variable without a closed form, such as `lax.lgamma`."""
+        return tuple(e for e in self.equations if e.rule == "nested_elementwise")
+
+    @property
     def products(self) -> tuple[Equation, ...]:
         """Returns the products, with the precision that each is multiplied in."""
         return tuple(e for e in self.equations if e.precision and e.rule == "product")
 
     def __str__(self) -> str:
         lines = [f"{self.streams} streams, {len(self.equations)} equations"]
-        for e in (*self.products, *self.nested):
-            how = e.precision if e.rule == "product" else "no rule: nested forward mode"
+        hows = {
+            "nested": "no rule: nested forward mode",
+            "nested_elementwise": "nested forward mode, entry by entry",
+        }
+        for e in (*self.products, *self.nested, *self.nested_elementwise):
+            how = hows.get(e.rule, e.precision)
             lines.append(f"  {e.primitive:<28}{how:<36}{e.line}")
         return "\n".join(lines)

@@ -83,7 +83,7 @@ class Scaled:
     def _storage(self) -> Storage:
         return Storage(np.dtype("float32"), None, self.scales)
 
-    def kept(self, values: Iterable[Any]) -> None:
+    def watch(self, values: Iterable[Any]) -> None:
         """Records which streams of some values overflow if they are kept."""
         limit, out = float(jnp.finfo(self.half).max), {}
         for jet in values:
@@ -136,14 +136,14 @@ class Derivatives(AbstractEvaluator[StreamRole]):
         flat = with_references_inside(flatten(closed, forward_mode=True))
         env, stages = entering(flat, operands)
         flat = with_moments(flat, stages, by_deviations=self.product.open)
-        plan, given = self.rules.plan, {flat.inputs[i] for i in halves}
+        plan, narrow = self.rules.plan, {flat.inputs[i] for i in halves}
         roles = roles_of(
             flat,
             stages,
             plan,
             asked or plan.everything,
             carried,
-            halves=lambda stage: self.product.halves(flat, env, stage, given),
+            halves=lambda moving: self.product.halves(flat, env, moving, narrow),
             traced=[k for k, x in env.items() if isinstance(x, Tracer)],
             streams=[k for k, x in env.items() if isinstance(x, Jet) and x.streams],
         )
@@ -155,7 +155,7 @@ class Derivatives(AbstractEvaluator[StreamRole]):
             roles.reach(step)
         if not part.alone and self.scaled is not None:
             # A loss may keep the values that enter a layer.
-            self.scaled.kept(env[k] for k in part.inputs if k in roles.stored)
+            self.scaled.watch(env[k] for k in part.inputs if k in roles.stored)
         if part.alone or self.product.open or not (part.multiplies or part.checkpointed):
             self._directly(part, env, roles)
         else:
@@ -269,8 +269,8 @@ class Derivatives(AbstractEvaluator[StreamRole]):
             scaled=tuple(scaled.scales) if scaled else (),
             overflows=scaled.overflows if scaled else {},
         )
-        given = list(map(roles.staged, step.inputs, operands))
-        out = roles.received(step, enter(eqn, given))
+        staged = list(map(roles.staged, step.inputs, operands))
+        out = roles.received(step, enter(eqn, staged))
         while scaled and self.scaled and scaled.overflows:
             add_overflow(self.scaled.overflows, *scaled.overflows.popitem())
         self._record(step, step.name)

@@ -43,7 +43,8 @@ class Equation(NamedTuple):
     **Attributes:**
 
     - `primitive`, `line`: its primitive and its source line.
-    - `rule`: the rule for its derivatives; `"nested"` if there is none.
+    - `rule`: the rule for its derivatives; `"nested"` if there is none, `"nested_elementwise"` for
+        a function of one variable without a closed form.
     - `precision`: the precision that a product was multiplied in.
     """
 

@@ -75,7 +75,7 @@ class MixedRole(AbstractRole):
     - `numbers`: the masters that are numbers known while tracing. The evaluation adds them.
     """
 
-    stage: dict[int, int]
+    stages: dict[int, int]
     final: set[int]
     stored: set[int]
     rules: dict[int, Rule]
@@ -87,10 +87,10 @@ class MixedRole(AbstractRole):
 
     def of(self, x: int) -> tuple[Hashable, ...]:
         sets = self.final, self.stored, self.scores, self.near
-        return self.stage.get(x), as_key(self.numbers.get(x)), *(x in every for every in sets)
+        return self.stages.get(x), as_key(self.numbers.get(x)), *(x in every for every in sets)
 
     def stage_of(self, x: int | Constant) -> int | None:
-        return None if isinstance(x, Constant) else self.stage.get(x)
+        return None if isinstance(x, Constant) else self.stages.get(x)
 
     def rule(self, step: Step) -> Rule:
         return self.rules[id(step)]
@@ -149,13 +149,13 @@ class Mixed(AbstractEvaluator[MixedRole]):
         **_: Any,
     ) -> list[Any]:
         flat = flatten(closed, forward_mode=False, sharded=True)
-        env, stage = entering(flat, operands)
+        env, stages = entering(flat, operands)
         if self.listener is None:
             # A listener overrides and reports the program as it is.
             flat = with_moments(flat, env)
         rounds = near_numbers(flat, near or (), carried or ())
         wide = wide_in(flat, near, solved, carried or ())
-        roles = self._roles(flat, env, stage, rounds, wide)
+        roles = self._roles(flat, env, stages, rounds, wide)
         out = self._run(flat, env, roles)
         if self.listener is not None:
             self.listener.program(flat, roles)
@@ -165,7 +165,7 @@ class Mixed(AbstractEvaluator[MixedRole]):
         self,
         flat: Flat,
         env: Mapping[int, Any],
-        stage: dict[int, int],
+        stages: dict[int, int],
         near: set[int],
         wide: Wide,
     ) -> MixedRole:
@@ -175,23 +175,23 @@ class Mixed(AbstractEvaluator[MixedRole]):
         the others. `final` holds the variables that must not be stored in half."""
         rules = {id(s): self._rule(s.eqn, (*self.around, *s.calls)) for s in flat.steps}
         for step in flat.steps:
-            if not _moves_masters(step, stage):
+            if not _moves_masters(step, stages):
                 # Derivatives would overflow or vanish in float16.
-                wild = self.dtype == np.float16 and is_wild(step, stage)
-                stage.update(dict.fromkeys(step.outputs, WILD if wild else DEEP))
-            if any(stage.get(x) == WILD for x in step.variables):
+                wild = self.dtype == np.float16 and is_wild(step, stages)
+                stages.update(dict.fromkeys(step.outputs, WILD if wild else DEEP))
+            if any(stages.get(x) == WILD for x in step.variables):
                 rules[id(step)] = _instead_of_halves(step, rules[id(step)], _OF_DERIVATIVES)
             if not wide.solved.isdisjoint(step.outputs):
                 rules[id(step)] = _instead_of_halves(step, rules[id(step)], _INTO_A_SOLVE)
         stored = {k for k, x in env.items() if self._is_half(x)}
         if self.algorithm is None:
             outputs, is_half = variables(flat.outputs), lambda s: rules[id(s)].name == "product"
-            stored |= stage.keys() & multiplied_only(flat.steps, outputs, is_half, tables.LAYOUT)
+            stored |= stages.keys() & multiplied_only(flat.steps, outputs, is_half, tables.LAYOUT)
         final, scores = _in_full(flat, bool(self.around)), _scores(flat)
-        near -= summed_in(flat, stage)
+        near -= summed_in(flat, stages)
         if self.algorithm is None:
             near |= wide.unrounded
-        return MixedRole(stage, final, stored, rules, near, wide.solved, scores, {})
+        return MixedRole(stages, final, stored, rules, near, wide.solved, scores, {})
 
     def governs(self, aval: Any) -> bool:
         """Returns whether a value is float32 or half in the program. All others (integers, bools,
@@ -222,7 +222,7 @@ class Mixed(AbstractEvaluator[MixedRole]):
         if part.alone:
             self._directly(part, env, roles)
         else:
-            shared = self.listener is None and roles.stage.keys() >= set(part.outputs)
+            shared = self.listener is None and roles.stages.keys() >= set(part.outputs)
             values = [env[k] for k in part.inputs]
             self._layer(part, values, env, roles, alike if shared else {})
         roles.stored.update(k for k in part.outputs if self._is_half(env[k]))
@@ -254,8 +254,8 @@ class Mixed(AbstractEvaluator[MixedRole]):
         the padding as they read. A barrier there would take a copy.
         """
         pairs = zip(part.inputs, values, strict=True)
-        kept = any(self._is_half(x) or (isinstance(x, Jet) and k in roles.near) for k, x in pairs)
-        if not (part.checkpointed and kept):
+        stored = any(self._is_half(x) or (isinstance(x, Jet) and k in roles.near) for k, x in pairs)
+        if not (part.checkpointed and stored):
             return layer
         if not self._scores_in(part, values, roles):
             return jax.checkpoint(layer)
@@ -269,8 +269,8 @@ class Mixed(AbstractEvaluator[MixedRole]):
         return lambda traced: run(traced)[0]
 
     def _kept(self, x: int, value: Any, part: Part, roles: MixedRole) -> Any:
-        kept = isinstance(value, Jet) and x in roles.stored and x not in roles.near
-        return self.storage.stored(value) if kept else value
+        stores = isinstance(value, Jet) and x in roles.stored and x not in roles.near
+        return self.storage.stored(value) if stores else value
 
     # One equation.
 
@@ -279,7 +279,7 @@ class Mixed(AbstractEvaluator[MixedRole]):
 
     def _result(self, x: int, value: Any, aval: Any, roles: MixedRole) -> Any:
         value = primal_of(value)
-        if x not in roles.stage:
+        if x not in roles.stages:
             return value
         if value.dtype == self.dtype:
             roles.stored.add(x)
@@ -298,7 +298,7 @@ class Mixed(AbstractEvaluator[MixedRole]):
         self._follow(step, operands, roles)
         eqn, rule = step.eqn, roles.rule(step).name
         values = list(map(primal_of, operands))
-        if not roles.stage.keys() & set(step.outputs) and step.outputs:
+        if not roles.stages.keys() & set(step.outputs) and step.outputs:
             return values if rule == "convert" else own_bind(eqn, values)
         stored = bool(step.outputs) and (roles.stored - roles.near).issuperset(step.outputs)
         moves = rule != "convert" and not is_light(eqn) and not is_container(eqn)
@@ -358,8 +358,8 @@ class Mixed(AbstractEvaluator[MixedRole]):
         solved = [i for i, x in enumerate(step.outputs) if x in roles.solved]
         program = partial(inner.program, near=near, solved=solved)
         enter = Containers(Plan(()), program, self.storage.loaded, self._shared)
-        given = list(map(roles.staged, step.inputs, operands))
-        return list(map(array_of, enter(step.eqn, given)))
+        staged = list(map(roles.staged, step.inputs, operands))
+        return list(map(array_of, enter(step.eqn, staged)))
 
     def _shared(self, x: Value) -> Value:
         """Returns a value that all steps of a loop take, as a master: its cotangents add up over
@@ -385,7 +385,7 @@ class Mixed(AbstractEvaluator[MixedRole]):
         else:
             half = rule in ("follow", "layout") and roles.final.isdisjoint(outputs)
             half = half and self._gives_way(step, operands, numbers, roles)
-        roles.stored.update(x for x in outputs if half and x in roles.stage)
+        roles.stored.update(x for x in outputs if half and x in roles.stages)
 
     def _gives_way(
         self, step: Step, operands: Sequence, numbers: Sequence, roles: MixedRole
@@ -455,9 +455,9 @@ def _number(x: Any, operand: Any, roles: MixedRole) -> Any:
     return operand if concrete and is_inexact(operand) else None
 
 
-def _moves_masters(step: Step, stage: Mapping[int, int]) -> bool:
+def _moves_masters(step: Step, stages: Mapping[int, int]) -> bool:
     name, avals = step.name, [v.aval for v in step.eqn.invars]
-    if any(x in stage for x in step.variables):
+    if any(x in stages for x in step.variables):
         return False
     if not any(is_inexact(v.aval) for v in step.eqn.outvars):
         return True

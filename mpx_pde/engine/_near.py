@@ -18,11 +18,11 @@ _LEAST = 0.25
 """The least magnitude of a number that counts as one at which activations saturate."""
 
 
-def summed_in(flat: Flat, stage: Collection[int]) -> set[int]:
-    """Returns the results of products, and their sums; variables outside `stage` are ignored."""
+def summed_in(flat: Flat, stages: Collection[int]) -> set[int]:
+    """Returns the results of products, and their sums; variables outside `stages` are ignored."""
     out, adds = set[int](), tables.ADDITIONS | tables.SAME
     for step in flat.steps:
-        moving = [x for x in step.variables if x in stage]
+        moving = [x for x in step.variables if x in stages]
         sums = step.name in adds and moving and out.issuperset(moving)
         if step.name in tables.PRODUCTS or sums:
             out.update(step.outputs)

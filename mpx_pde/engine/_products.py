@@ -14,7 +14,7 @@ from .._util._varying import match_varying_axes
 from ..precision._dtypes import is_half, wide
 from ..precision._forward import in_full_forward
 from ..precision._split import SPLIT_PRODUCTS
-from ..products._bilinear import Given
+from ..products._bilinear import Origin
 from ..products._conv import mixed_conv_general_dilated_p
 from ..products._dot import mixed_dot_general_p
 from ..products._order import shared
@@ -31,7 +31,7 @@ from .taylor._rules import Rules
 
 FULL = np.dtype("float32")
 
-_APART = Given(apart=True)
+_APART = Origin(apart=True)
 
 _FEW = 4
 """The largest number of coordinates that are multiplied one by one."""
@@ -53,19 +53,19 @@ class Product:
     open: bool = False
 
     def halves(
-        self, flat: Flat, env: Mapping[int, Any], stage: Collection[int], given: Iterable[int]
+        self, flat: Flat, env: Mapping[int, Any], stages: Collection[int], narrow: Iterable[int]
     ) -> set[int]:
-        """Returns the variables that are effectively half, and have no `stage` because they do not
+        """Returns the variables that are effectively half, and have no stage because they do not
         depend on the point. These are half arrays, constants if they are `masters`, the variables
-        `given`, and results computed from these alone, even in float32."""
+        `narrow`, and results computed from these alone, even in float32."""
         known = {k: x for k, x in env.items() if not isinstance(x, Jet) and is_inexact(x)}
         masters = flat.constants if self.masters else ()
-        out = {*given, *(k for k, x in known.items() if k in masters or is_half(x.dtype))}
+        out = {*narrow, *(k for k, x in known.items() if k in masters or is_half(x.dtype))}
         for step in flat.steps:
             numbers = step.values
             made = bool(numbers) and numbers <= out
             for x, v in zip(step.outputs, step.eqn.outvars, strict=True):
-                if x not in stage and is_inexact(v.aval) and (made or is_half(aval_of(v).dtype)):
+                if x not in stages and is_inexact(v.aval) and (made or is_half(aval_of(v).dtype)):
                     out.add(x)
         return out
 
@@ -169,7 +169,7 @@ class Product:
             is_open = not says_its_dtype(eqn) or is_half(eqn.params["dtype"])
         plain = name in tables.DOTS - tables.MIXED and is_open and _is_real(eqn)
         if plain or name in tables.MIXED:
-            return _mixed(eqn, wide, wide, given=Given(apart=several or not plain))
+            return _mixed(eqn, wide, wide, origin=Origin(apart=several or not plain))
         params = {**eqn.params, "preferred_element_type": wide}
         if params["precision"] is None:
             params["precision"] = (lax.Precision.HIGHEST,) * 2
@@ -187,7 +187,7 @@ def precise(eqn: JaxprEqn) -> JaxprEqn:
     """Returns a product that asks for full precision."""
     if eqn.primitive.name in tables.MIXED:
         dtype = wide(eqn.params["dtype"])
-        return eqn.replace(params={**eqn.params, "dtype": dtype, "given": Given()})
+        return eqn.replace(params={**eqn.params, "dtype": dtype, "origin": Origin()})
     precision = eqn.params["precision"] or (lax.Precision.HIGHEST,) * 2
     return eqn.replace(params={**eqn.params, "precision": precision})
 
@@ -212,13 +212,13 @@ def _rows(eqn: JaxprEqn, jet: Jet, weight: Any, first: bool) -> Sequence[Any]:
         return ()
     weight = jnp.moveaxis(weight, axes[1 if first else 0][0], 0)
     weight = cast(weight, max(dtypes, key=lambda dtype: dtype.itemsize))
-    return beside(list(weight), jnp.broadcast_to(jet.primal[0], weight.shape[1:]))
+    return broadcast_like(list(weight), jnp.broadcast_to(jet.primal[0], weight.shape[1:]))
 
 
-def beside(arrays: Sequence[Any], like: Any, *, leading: bool = False) -> list[Any]:
+def broadcast_like(arrays: Sequence[Any], like: Any, *, leading: bool = False) -> list[Any]:
     """Broadcasts arrays for use with several streams. Their gradients are summed in one pass,
     except in a loss with a full forward pass, which orders its backward pass by itself."""
-    return together.beside(arrays, like, leading=leading, summed=not in_full_forward())
+    return together.broadcast_like(arrays, like, leading=leading, summed=not in_full_forward())
 
 
 def _combined(factors: Any, rows: Sequence[Any]) -> Any:
@@ -276,19 +276,19 @@ def is_weighted(
 
 
 def _mixed(
-    eqn: JaxprEqn, dtype: Any, out_dtype: Any, algorithm: str | None = None, given: Given = _APART
+    eqn: JaxprEqn, dtype: Any, out_dtype: Any, algorithm: str | None = None, origin: Origin = _APART
 ) -> Any:
-    new = mixed_form(eqn, dtype, out_dtype, algorithm, given)
+    new = mixed_form(eqn, dtype, out_dtype, algorithm, origin)
     return lambda x, y: new.primitive.bind(*match_varying_axes(x, y), **new.params)
 
 
 def mixed_form(
-    eqn: JaxprEqn, dtype: Any, out_dtype: Any, algorithm: str | None = None, given: Given = _APART
+    eqn: JaxprEqn, dtype: Any, out_dtype: Any, algorithm: str | None = None, origin: Origin = _APART
 ) -> JaxprEqn:
     """Returns a product as a mixed one with these dtypes and this algorithm."""
     dropped = ("precision", "preferred_element_type", "algorithm")
     params = {k: v for k, v in eqn.params.items() if k not in dropped}
-    params |= {"dtype": jnp.dtype(dtype), "out_dtype": jnp.dtype(out_dtype), "given": given}
+    params |= {"dtype": jnp.dtype(dtype), "out_dtype": jnp.dtype(out_dtype), "origin": origin}
     is_dot = eqn.primitive.name in tables.DOTS
     if is_dot:
         params["algorithm"] = algorithm
@@ -316,7 +316,7 @@ def backward_product(eqn: JaxprEqn, half: np.dtype) -> JaxprEqn:
     mixed = eqn.primitive.name in tables.MIXED and eqn.params.get("algorithm") is None
     if not _is_real(eqn) or asks_for_more(eqn) or (mixed and says_its_dtype(eqn)):
         return eqn
-    return mixed_form(eqn, half, aval_of(eqn.outvars[0]).dtype, given=Given())
+    return mixed_form(eqn, half, aval_of(eqn.outvars[0]).dtype, origin=Origin())
 
 
 # Products without streams, for `autocast`.
@@ -331,13 +331,13 @@ def half_product(eqn: JaxprEqn, arrays: Sequence[Any], dtype: np.dtype, out_dtyp
     """Returns a product of halves, accumulated in float32 and returned in `out_dtype`, unless the
     program names another dtype."""
     if eqn.primitive.name in tables.MIXED:
-        given = eqn.params.get("given", Given())
-        out_dtype = eqn.params["out_dtype"] if given.out_dtype else out_dtype
+        origin = eqn.params.get("origin", Origin())
+        out_dtype = eqn.params["out_dtype"] if origin.out_dtype else out_dtype
     else:
         # A program that multiplies halves into float32 gets float32.
         widens = aval_of(eqn.invars[0]).dtype == dtype and aval_of(eqn.outvars[0]).dtype == FULL
         out_dtype = FULL if widens else out_dtype
-    return _mixed(eqn, dtype, out_dtype, given=Given())(*arrays)
+    return _mixed(eqn, dtype, out_dtype, origin=Origin())(*arrays)
 
 
 def split_product(eqn: JaxprEqn, arrays: Sequence[Any], algorithm: lax.DotAlgorithmPreset) -> Any:
@@ -345,7 +345,7 @@ def split_product(eqn: JaxprEqn, arrays: Sequence[Any], algorithm: lax.DotAlgori
     the products of these. Convolutions have no such algorithm, and are taken in float32."""
     name = next((k for k, v in SPLIT_PRODUCTS.items() if v is algorithm), None)
     if name is not None or eqn.primitive.name not in tables.DOTS:
-        return _mixed(eqn, FULL, FULL, name, Given())(*arrays)
+        return _mixed(eqn, FULL, FULL, name, Origin())(*arrays)
     # A JAX preset that is not in `SPLIT_PRODUCTS`.
     params = {name: eqn.params[name] for name in ("dimension_numbers", "out_sharding")}
     return lax.dot_general(*arrays, **params, precision=algorithm, preferred_element_type=FULL)
@@ -355,7 +355,7 @@ def full_product(eqn: JaxprEqn, arrays: Sequence[Any]) -> list:
     """Returns a product in float32, or in a higher precision if the program asks for it."""
     if eqn.primitive.name in tables.MIXED:
         params: dict[str, Any] = {name: wide(eqn.params[name]) for name in ("dtype", "out_dtype")}
-        params["given"] = Given()
+        params["origin"] = Origin()
     else:
         dtype = aval_of(eqn.outvars[0]).dtype
         params = {} if dtype == FULL else {"preferred_element_type": wide(dtype)}

@@ -33,13 +33,13 @@ class AbstractRole(abc.ABC):
 
     **Attributes:**
 
-    - `stage`: how far each variable that depends on the point is from it.
+    - `stages`: how far each variable that depends on the point is from it.
     - `final`: the variables that no product and no loop depends on.
     - `stored`: the variables that are kept in half when they leave a layer.
     - `unlayered`: the variables that are in no layer with others.
     """
 
-    stage: dict[int, int]
+    stages: dict[int, int]
     final: set[int]
     stored: set[int]
     unlayered: frozenset[int]
@@ -70,13 +70,13 @@ class AbstractRole(abc.ABC):
         return Staged(value, stage)
 
 
-def stage_after(step: Step, stage: Mapping[int, int]) -> int | None:
-    """Returns the stage of the results of an equation, given the `stage` of the operands that
+def stage_after(step: Step, stages: Mapping[int, int]) -> int | None:
+    """Returns the stage of the results of an equation, given the `stages` of the operands that
     depend on the point; `None` if none does."""
-    here = max((stage[x] for x in step.variables if x in stage), default=None)
+    here = max((stages[x] for x in step.variables if x in stages), default=None)
     if here is not None and step.name in tables.PRODUCTS:
         return FIRST if here == RAW else DEEP
-    return DEEP if here == FIRST and not is_linear(step, stage) else here
+    return DEEP if here == FIRST and not is_linear(step, stages) else here
 
 
 def takes_derivatives(eqn: JaxprEqn) -> bool:
@@ -85,30 +85,30 @@ def takes_derivatives(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in tables.DERIVATIVES or any(map(takes_derivatives, inside))
 
 
-def is_wild(step: Step, stage: Mapping[int, int]) -> bool:
+def is_wild(step: Step, stages: Mapping[int, int]) -> bool:
     """Returns whether the results of an equation are derivatives, or are computed from derivatives
     by an unbounded function."""
-    passes = step.name not in tables.BOUNDED and any(stage.get(x) == WILD for x in step.variables)
+    passes = step.name not in tables.BOUNDED and any(stages.get(x) == WILD for x in step.variables)
     return passes or takes_derivatives(step.eqn)
 
 
-def by_stream(step: Step, stage: Mapping[int, int]) -> bool:
+def by_stream(step: Step, stages: Mapping[int, int]) -> bool:
     """Returns whether each stream of a result depends on that stream of the operands alone."""
-    one = step.name in tables.PRODUCTS and len(moving_in(step, stage)) == 1
-    return one or is_linear(step, stage)
+    one = step.name in tables.PRODUCTS and len(moving_in(step, stages)) == 1
+    return one or is_linear(step, stages)
 
 
-def is_linear(step: Step, stage: Mapping[int, int]) -> bool:
+def is_linear(step: Step, stages: Mapping[int, int]) -> bool:
     """Returns whether an equation is linear in the operands that depend on the point."""
     name = step.name
-    moving = moving_in(step, stage)
+    moving = moving_in(step, stages)
     scales = name in tables.MULTIPLICATIONS | tables.CASTS and len(moving) == 1
     return name in tables.LINEAR or scales or (name in tables.DIVISIONS and moving == [0])
 
 
-def moving_in(step: Step, stage: Mapping[int, int]) -> list[int]:
+def moving_in(step: Step, stages: Mapping[int, int]) -> list[int]:
     """Returns the positions of the operands that depend on the point."""
-    return [i for i, x in enumerate(step.inputs) if x in stage]
+    return [i for i, x in enumerate(step.inputs) if x in stages]
 
 
 def still_in(flat: Flat) -> set[int]:

@@ -76,7 +76,7 @@ class StreamRole(AbstractRole):
     - `moving`: the variables that JAX would give a tangent, although it may be zero everywhere.
     """
 
-    stage: dict[int, int]
+    stages: dict[int, int]
     reached: dict[int, int]
     final: set[int]
     stored: set[int]
@@ -88,8 +88,8 @@ class StreamRole(AbstractRole):
 
     def of(self, x: int) -> tuple[Hashable, ...]:
         sets = self.final, self.stored, self.still, self.half, self.moving
-        stages = self.stage.get(x), self.reached.get(x)
-        return *stages, self.asked.get(x), *(x in every for every in sets)
+        those = self.stages.get(x), self.reached.get(x)
+        return *those, self.asked.get(x), *(x in every for every in sets)
 
     def asked_of(self, x: int) -> frozenset[Index]:
         """Returns the streams of a variable that the results depend on."""
@@ -123,21 +123,21 @@ class StreamRole(AbstractRole):
         return None
 
     def kind(self, step: Step) -> str:
-        stages = [self.stage[x] for x in step.variables if x in self.stage]
-        if not stages:
+        those = [self.stages[x] for x in step.variables if x in self.stages]
+        if not those:
             return "constant"
-        if max(stages) == RAW and step.name in tables.COORDINATES:
+        if max(those) == RAW and step.name in tables.COORDINATES:
             return "raw"
         if step.alone or step.name in tables.AMBIGUOUS:
             return "alone"
         if step.name in tables.PRODUCTS:
-            return "light" if max(stages) == RAW and contracted(step) <= _SMALL else "product"
+            return "light" if max(those) == RAW and contracted(step) <= _SMALL else "product"
         return "light"
 
 
 def roles_of(
     flat: Flat,
-    given: Mapping[int, int],
+    entering: Mapping[int, int],
     plan: Plan,
     asked: Iterable[Index],
     carried: Collection[tuple[int, int]] | None,
@@ -150,39 +150,39 @@ def roles_of(
 
     **Arguments:**
 
-    - `given`: the stages of the operands that depend on the point.
+    - `entering`: the stages of the operands that depend on the point.
     - `carried`: for the step of a loop, maybe empty: pairs of the position of a result and that of
         the operand that it becomes.
     - `halves`: returns the variables that are effectively half, given those that depend on the
         point.
     - `traced`, `streams`: the operands that are traced arrays, and those with streams.
     """
-    stage = _stages(flat, given)
+    stages = _stages(flat, entering)
     wanted = _wanted(flat, carried or ())
-    stored = {x for x, s in stage.items() if s == DEEP and x in wanted}
-    stored -= near_numbers(flat, (), carried or ()) - summed_in(flat, stage)
+    stored = {x for x, s in stages.items() if s == DEEP and x in wanted}
+    stored -= near_numbers(flat, (), carried or ()) - summed_in(flat, stages)
     still = still_in(flat)
     return StreamRole(
-        stage=stage,
-        reached=dict(given),
-        final=set(stage) - wanted,
+        stages=stages,
+        reached=dict(entering),
+        final=set(stages) - wanted,
         stored=stored,
-        asked=_asked_of(flat, stage, plan, asked),
+        asked=_asked_of(flat, stages, plan, asked),
         still=still,
-        half=halves(stage),
-        unlayered=_unlayered(flat, stage, still, traced),
+        half=halves(stages),
+        unlayered=_unlayered(flat, stages, still, traced),
         moving=frozenset(moving_from(flat, streams)),
     )
 
 
-def _stages(flat: Flat, given: Mapping[int, int]) -> dict[int, int]:
+def _stages(flat: Flat, entering: Mapping[int, int]) -> dict[int, int]:
     """Returns the stages of the variables that depend on the point."""
-    stage = dict(given)
+    stages = dict(entering)
     for step in flat.steps:
-        here = stage_after(step, stage)
+        here = stage_after(step, stages)
         if here is not None:
-            stage.update(dict.fromkeys(step.outputs, here))
-    return stage
+            stages.update(dict.fromkeys(step.outputs, here))
+    return stages
 
 
 def _wanted(flat: Flat, carried: Collection[tuple[int, int]]) -> set[int]:
@@ -197,12 +197,12 @@ def _wanted(flat: Flat, carried: Collection[tuple[int, int]]) -> set[int]:
 
 
 def _unlayered(
-    flat: Flat, stage: Collection[int], still: Collection[int], traced: Iterable[int]
+    flat: Flat, stages: Collection[int], still: Collection[int], traced: Iterable[int]
 ) -> frozenset[int]:
     """Returns the operands and results of `while` loops, and the variables that lead to them, if
     they depend on no traced array but the point. JAX does not differentiate these in reverse mode.
     All that enters or leaves a layer may have a derivative by its type, even if it is zero."""
-    at_point = (step for step in flat.steps if any(x in stage for x in step.variables))
+    at_point = (step for step in flat.steps if any(x in stages for x in step.variables))
     loops = [step for step in at_point if _holds_while(step, still)]
     if not loops:
         return frozenset()
@@ -224,7 +224,7 @@ def _holds_while(step: Step, still: Collection[int]) -> bool:
 
 
 def _asked_of(
-    flat: Flat, stage: Mapping[int, int], plan: Plan, asked: Iterable[Index]
+    flat: Flat, stages: Mapping[int, int], plan: Plan, asked: Iterable[Index]
 ) -> dict[int, frozenset[Index]]:
     """Returns the streams of each variable that the results depend on."""
     none: frozenset[Index] = frozenset()
@@ -235,7 +235,7 @@ def _asked_of(
             keys = plan.everything
         elif keys and step.name in tables.CONSTANT:
             keys = _VALUE
-        elif keys and not by_stream(step, stage):
+        elif keys and not by_stream(step, stages):
             keys = plan.needs(keys)
         for x, v in zip(step.inputs, step.eqn.invars, strict=True):
             if not isinstance(x, Constant):
@@ -272,7 +272,7 @@ def parts_of(flat: Flat, roles: AbstractRole) -> list[Part]:
         used = dict.fromkeys(x for s in steps for x in s.variables)
         inputs = tuple(x for x in used if x not in made)
         outputs = tuple(x for s in steps for x in s.outputs if last.get(x, -1) > stop)
-        curved = any(not is_linear(s, roles.stage) for s in steps if kinds[s] == "light")
+        curved = any(not is_linear(s, roles.stages) for s in steps if kinds[s] == "light")
         out.append(Part(steps, inputs, outputs, False, curved, bool(products)))
         pending.clear()
         products.clear()
@@ -327,7 +327,7 @@ def _behind_products(
             if name not in tables.ADDITIONS and name not in tables.ORDERS:
                 break
             chain += following[0].outputs
-            if name == "transpose" or len(moving_in(following[0], roles.stage)) == 2:
+            if name == "transpose" or len(moving_in(following[0], roles.stages)) == 2:
                 behind.update(chain[1:])
     if not behind:
         return list(kinds), behind

@@ -110,9 +110,9 @@ class FullForward(AbstractUncast):
         return highest_precision("highest")
 
     def value_and_grad(self, loss: Callable, args: tuple, kwargs: dict) -> Callable:
-        kept = self.kept(args, kwargs)
+        full = self.full_paths(args, kwargs)
         leaves = jtu.tree_leaves_with_path((None, args, kwargs))
-        places = {id(x) for path, x in leaves if path in kept}
+        places = {id(x) for path, x in leaves if path in full}
         return ft.partial(_value_and_grad, loss, self.forward, lambda x: id(x) in places)
 
     def output(self, tree: PyTree) -> PyTree:

@@ -12,7 +12,7 @@ import numpy as np
 
 from .._util._notes import noting_the_cast
 from .._util._types import PyTree
-from ..precision._cast import cast_except, cast_operands, kept_paths, widen
+from ..precision._cast import cast_except, cast_operands, full_paths, widen
 from ..precision._dtypes import (
     asked_for_half,
     half_precision,
@@ -80,9 +80,9 @@ class AbstractMode(eqx.Module):
         itself and the cap of the scaling use it."""
         return self.asked() if is_half(self.dtype) else nullcontext()
 
-    def kept(self, args: tuple, kwargs: dict) -> frozenset:
+    def full_paths(self, args: tuple, kwargs: dict) -> frozenset:
         """Returns the paths in `(fun, args, kwargs)` of leaves that stay in full precision."""
-        return kept_paths(self.keep_full, args, kwargs)
+        return full_paths(self.keep_full, args, kwargs)
 
     @abc.abstractmethod
     def cast(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -135,7 +135,7 @@ class AbstractUncast(AbstractMode):
         return meaning(self.dtype)
 
     def cast(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        self.kept(args, kwargs)
+        self.full_paths(args, kwargs)
         return args, kwargs
 
 

@@ -13,7 +13,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from ..engine import beside
+from ..engine import broadcast_like
 from ..precision._cast import widen
 from ..precision._dtypes import is_half, wide
 from ..precision._forward import in_full_forward
@@ -128,7 +128,7 @@ class ChannelMLP(eqx.Module):
 
 def per_channel(x: Array, like: Array) -> Array:
     """Broadcasts a value for each channel over the grid of a field, in float32."""
-    (out,) = beside([widen(x)], like, leading=True)
+    (out,) = broadcast_like([widen(x)], like, leading=True)
     return out
 
 

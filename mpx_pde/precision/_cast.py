@@ -230,11 +230,11 @@ def cast_except(keep: PyTree, args: tuple, kwargs: dict, dtype: np.dtype) -> tup
     return args, kwargs if keep is True else cast_operands(kwargs, dtype)
 
 
-def kept_paths(keep: PyTree, args: tuple, kwargs: dict) -> frozenset[tuple]:
+def full_paths(keep: PyTree, args: tuple, kwargs: dict) -> frozenset[tuple]:
     """Returns the paths in `(fun, args, kwargs)` of leaves that [`cast_except`][] does not cast."""
     marks = _by_prefix(lambda k, sub: jtu.tree_map(lambda _: k, sub), keep, args)
     every = (False, marks, jtu.tree_map(lambda _: keep is True, kwargs))
-    return frozenset(path for path, kept in jtu.tree_leaves_with_path(every) if kept)
+    return frozenset(path for path, full in jtu.tree_leaves_with_path(every) if full)
 
 
 def _by_prefix(fun: Callable[[bool, PyTree], PyTree], keep: PyTree, args: tuple) -> Any:

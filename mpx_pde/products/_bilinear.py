@@ -23,11 +23,15 @@ from ..precision._dtypes import as_floating_dtype, full_precision_asked, wide
 GPUS = ("cuda", "rocm")
 
 
-class Given(NamedTuple):
-    """Records four facts about a product: which dtypes its caller named ([`mpx_pde.autocast`][]
-    supplies the others), whether it must not be merged with others that have the same weight,
-    whether it is the cotangent of an operand, and whether the axes of its right operand are read
-    first.
+class Origin(NamedTuple):
+    """The origin of a product.
+
+    **Attributes:**
+
+    - `dtype`, `out_dtype`: whether its caller named them. [`mpx_pde.autocast`][] supplies others.
+    - `apart`: whether it must not be merged with others that have the same weight.
+    - `cotangent`: whether it is the cotangent of an operand.
+    - `turned`: whether the axes of its right operand are read first.
     """
 
     dtype: bool = True
@@ -64,11 +68,11 @@ def product_dtypes(operands: Sequence[Array], dtype: Any, out_dtype: Any) -> dic
     """Returns the parameters of a product: the dtype that it multiplies in, the dtype of its
     result, and whether its caller asked for each of them.
     """
-    given = Given(dtype is not None or full_precision_asked(), out_dtype is not None)
+    origin = Origin(dtype is not None or full_precision_asked(), out_dtype is not None)
     canonical = lambda d: jax.dtypes.canonicalize_dtype(as_floating_dtype(d))
     dtype = _narrowest(operands) if dtype is None else canonical(dtype)
     out_dtype = dtype if out_dtype is None else canonical(out_dtype)
-    return {"dtype": dtype, "out_dtype": out_dtype, "given": given}
+    return {"dtype": dtype, "out_dtype": out_dtype, "origin": origin}
 
 
 def result_dtype(dtype: np.dtype, out_dtype: np.dtype) -> np.dtype:
@@ -113,8 +117,8 @@ def define_product(primitive, plain, evaluate: Callable, *transposes: Callable) 
     This also defines its derivatives in forward mode and in `jax.experimental.jet`.
     """
 
-    def abstract_eval(x, y, *, dtype, out_dtype, given, algorithm=None, **params):
-        del given, algorithm
+    def abstract_eval(x, y, *, dtype, out_dtype, origin, algorithm=None, **params):
+        del origin, algorithm
         x, y = (z.update(dtype=dtype, weak_type=False) for z in (x, y))
         params |= {"precision": None, "preferred_element_type": result_dtype(dtype, out_dtype)}
         out, _ = plain.abstract_eval(x, y, **params)

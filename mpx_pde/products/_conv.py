@@ -23,12 +23,12 @@ mixed_conv_general_dilated_p = Primitive("mixed_conv_general_dilated")
 _PRODUCTS = lax.conv_general_dilated_p, mixed_conv_general_dilated_p
 
 
-def _conv(x, y, *, dtype, out_dtype, given, platform, **window):
+def _conv(x, y, *, dtype, out_dtype, origin, platform, **window):
     def product(x, y, *, precision, **options):
         return _plain(window)(x, y, precision=(precision,) * 2, **options)
 
     # cuDNN returns only half results for halves: for a float32 one XLA would widen the operands.
-    in_half = platform in GPUS and given.cotangent and is_half(dtype)
+    in_half = platform in GPUS and origin.cotangent and is_half(dtype)
     through = dtype if in_half else out_dtype
     out = rounded_product(product, x, y, dtype, through, platform == "cpu")
     return lax.convert_element_type(out, out_dtype)
@@ -40,7 +40,7 @@ def _plain(window: dict) -> Callable:
     )
 
 
-def _cotangent(place: int, g, x, y, *, dtype, out_dtype, given, **window):
+def _cotangent(place: int, g, x, y, *, dtype, out_dtype, origin, **window):
     """Returns the cotangent of the operand at a place, in that operand's own dtype. It is computed
     by another product of halves.
     """
@@ -54,15 +54,17 @@ def _cotangent(place: int, g, x, y, *, dtype, out_dtype, given, **window):
         return jax.linear_transpose(convolved, aval.update(dtype=g.dtype, weak_type=False))(g)
 
     closed = traced(cotangent, jax.typeof(g), jax.typeof(other))
-    given = given._replace(out_dtype=True, cotangent=True)
-    return replay(closed, (g, other), *_PRODUCTS, dtype=dtype, out_dtype=aval.dtype, given=given)[0]
+    origin = origin._replace(out_dtype=True, cotangent=True)
+    return replay(closed, (g, other), *_PRODUCTS, dtype=dtype, out_dtype=aval.dtype, origin=origin)[
+        0
+    ]
 
 
-def _batch(args, dims, *, dtype, out_dtype, given, **window):
+def _batch(args, dims, *, dtype, out_dtype, origin, **window):
     # JAX's own rule folds the batch axis into channels, groups or the batch of the convolution.
     batched = jax.vmap(_plain(window), in_axes=dims, out_axes=0)
     closed = traced(batched, *map(jax.typeof, args))
-    return replay(closed, args, *_PRODUCTS, dtype=dtype, out_dtype=out_dtype, given=given)[0], 0
+    return replay(closed, args, *_PRODUCTS, dtype=dtype, out_dtype=out_dtype, origin=origin)[0], 0
 
 
 _transposes = (ft.partial(_cotangent, i) for i in (0, 1))

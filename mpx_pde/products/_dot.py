@@ -30,7 +30,7 @@ from ..precision._split import (
     split_by_hardware,
     split_product,
 )
-from ._bilinear import GPUS, Given, as_operand, define_product, product_dtypes, rounded_product
+from ._bilinear import GPUS, Origin, as_operand, define_product, product_dtypes, rounded_product
 
 
 mixed_dot_general_p = Primitive("mixed_dot_general")
@@ -43,7 +43,7 @@ _ALIGNED, _NARROW = 8, 64
 cheap to pad."""
 
 
-def _dot(x, y, *, dimension_numbers, dtype, out_dtype, out_sharding, given, algorithm, platform):
+def _dot(x, y, *, dimension_numbers, dtype, out_dtype, out_sharding, origin, algorithm, platform):
     on_cpu, on_gpu = platform == "cpu", platform in GPUS
     # An export may leave sizes open.
     known = all(isinstance(size, int) for size in (*x.shape, *y.shape))
@@ -52,9 +52,9 @@ def _dot(x, y, *, dimension_numbers, dtype, out_dtype, out_sharding, given, algo
         options["out_sharding"] = out_sharding
         numbers, sizes, shape = dimension_numbers, None, None
         whole = out_sharding is None and jax.typeof(x).sharding.mesh.empty
-        apart = known and on_gpu and given.apart
+        apart = known and on_gpu and origin.apart
         first = known and (on_cpu or on_gpu) and _goes_first(x, y, numbers)
-        turned = first or (on_cpu and given.turned)
+        turned = first or (on_cpu and origin.turned)
         of_rows = on_cpu and _sums_over_rows(x, y, numbers)
         if whole and (apart or of_rows):
             x, y, numbers, shape = _as_matrices(x, y, numbers)
@@ -210,7 +210,7 @@ def _cotangent_sharding(x_aval, g, order: list[int]) -> NamedSharding | None:
     return NamedSharding(mesh, PartitionSpec(*(spec[i] for i in order)))
 
 
-def _transpose_lhs(g, x, y, *, dimension_numbers, dtype, given, algorithm, swapped=False, **_):
+def _transpose_lhs(g, x, y, *, dimension_numbers, dtype, origin, algorithm, swapped=False, **_):
     """Returns the cotangent of the left operand, in that operand's own dtype. It is computed by
     another product of halves.
     """
@@ -236,7 +236,7 @@ def _transpose_lhs(g, x, y, *, dimension_numbers, dtype, given, algorithm, swapp
         dtype=dtype,
         out_dtype=x.aval.dtype,
         out_sharding=_cotangent_sharding(x.aval, g, order),
-        given=given._replace(out_dtype=True, turned=[*axes[1], *axes[0]] == sorted(order)),
+        origin=origin._replace(out_dtype=True, turned=[*axes[1], *axes[0]] == sorted(order)),
         algorithm=algorithm,
     )
     return lax.transpose(out, tuple(int(i) for i in np.argsort(order)))
@@ -375,5 +375,5 @@ def split_dot_general(x: Array, y: Array, dimension_numbers: Any, algorithm: str
     the same numbers by several float32 products.
     """
     dtypes = dict.fromkeys(("dtype", "out_dtype"), jnp.dtype("float32"))
-    params = {"given": Given(), "algorithm": algorithm, **dtypes}
+    params = {"origin": Origin(), "algorithm": algorithm, **dtypes}
     return dot_general_as_given(x, y, dimension_numbers, **params)

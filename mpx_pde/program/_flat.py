@@ -1,6 +1,7 @@
 """A jaxpr as one flat list of equations."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
@@ -94,7 +95,13 @@ class Flat(NamedTuple):
     constants: dict[int, Constant]
 
 
-def flatten(closed: ClosedJaxpr, *, forward_mode: bool, sharded: bool = False) -> Flat:
+def flatten(
+    closed: ClosedJaxpr,
+    *,
+    forward_mode: bool,
+    sharded: bool = False,
+    numbers: Iterator[int] | None = None,
+) -> Flat:
     """Inlines the calls of a jaxpr, and keeps the equations that its results depend on.
 
     With `forward_mode`, checkpoints and `custom_vjp` functions are inlined too, because they
@@ -102,11 +109,12 @@ def flatten(closed: ClosedJaxpr, *, forward_mode: bool, sharded: bool = False) -
     rounding that passes its cotangent through, is left as it is. Barriers are left out then,
     because they tie unrelated arrays together.
     With `sharded`, a call that names the shardings of its arrays is not inlined.
+    `numbers` are those of the variables, by default from 0 on.
     """
+    numbers = itertools.count() if numbers is None else numbers
     calls = tables.CALLS | tables.OF_REVERSE_MODE if forward_mode else tables.CALLS
     steps: list[Step] = []
     constants: dict[int, Constant] = {}
-    numbers = iter(range(1 << 62))
 
     def inline(
         closed: ClosedJaxpr, operands: Sequence[int | Constant], around: tuple[JaxprEqn, ...] = ()

@@ -122,13 +122,18 @@ def site_of(eqn: JaxprEqn, outer: Site = NOWHERE) -> Site:
     return site._replace(line=next(iter(others or libraries)))
 
 
-def line_of(eqn: JaxprEqn, around: Sequence[JaxprEqn] = ()) -> str:
-    """Returns the line of an equation inside the containers `around` it, which are given outermost
+def site_within(eqn: JaxprEqn, around: Sequence[JaxprEqn]) -> Site:
+    """Returns the site of an equation inside the containers `around` it, which are given outermost
     first."""
     outer = NOWHERE
     for container in around:
         outer = site_inside(container, site_of(container, outer))
-    return site_of(eqn, outer).line or "unknown"
+    return site_of(eqn, outer)
+
+
+def line_of(eqn: JaxprEqn, around: Sequence[JaxprEqn] = ()) -> str:
+    """Returns the line of an equation inside the containers `around` it, or `"unknown"`."""
+    return site_within(eqn, around).line or "unknown"
 
 
 def source_of(eqn: JaxprEqn, calls: Sequence[JaxprEqn]) -> Any:

@@ -82,8 +82,8 @@ class Work(NamedTuple):
 
 def says_its_dtype(eqn: JaxprEqn) -> bool:
     """Returns whether the program names the dtype that a mixed product multiplies in."""
-    given = eqn.params.get("given")
-    return given is None or given.dtype
+    origin = eqn.params.get("origin")
+    return origin is None or origin.dtype
 
 
 def asks_for_more(eqn: JaxprEqn) -> bool:
@@ -191,13 +191,13 @@ class Counter:
     """Counts the products of jaxprs.
 
     `loops` are the lines of loops of unknown length. `largest` is the shape of the largest product,
-    as [`product_shape`][] returns it. `kept` is the number of bytes that losses keep in half.
+    as [`product_shape`][] returns it. `kept_bytes` is the number of bytes that losses keep in half.
     """
 
     def __init__(self):
         self.loops: dict[str, None] = {}
         self.largest: tuple[int, ...] = (0, 0)
-        self.kept = 0
+        self.kept_bytes = 0
         self._known: dict[Jaxpr, tuple[Mapping[ProductRow, Work], int]] = {}
 
     def products(self, jaxpr: Jaxpr) -> Mapping[ProductRow, Work]:
@@ -206,14 +206,14 @@ class Counter:
         derivative in half also computes its value in half.
         """
         if jaxpr not in self._known:
-            before = self.kept
+            before = self.kept_bytes
             total: dict[ProductRow, Work] = defaultdict(Work)
             # At each depth, because JAX leaves the bodies of `while` loops as they are.
             alive, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
             for eqn in alive.eqns:
                 if eqn.primitive.name == "optimization_barrier" and is_kept(eqn):
                     avals = [aval_of(v) for v in eqn.outvars]
-                    self.kept += sum(_number(x.shape) * x.dtype.itemsize for x in avals)
+                    self.kept_bytes += sum(_number(x.shape) * x.dtype.itemsize for x in avals)
                 if eqn.primitive.name in _PRODUCTS:
                     pairs = [self._product(eqn)]
                 else:
@@ -222,10 +222,10 @@ class Counter:
                 for product, work in pairs:
                     count, flops = total[product]
                     total[product] = Work(count + work.count, flops + work.flops)
-            self._known[jaxpr] = total, self.kept - before
-            self.kept = before
-        products, kept = self._known[jaxpr]
-        self.kept += kept
+            self._known[jaxpr] = total, self.kept_bytes - before
+            self.kept_bytes = before
+        products, kept_bytes = self._known[jaxpr]
+        self.kept_bytes += kept_bytes
         return products
 
     def _product(self, eqn: JaxprEqn) -> tuple[ProductRow, Work]:
@@ -240,9 +240,9 @@ class Counter:
     def _inside(self, eqn: JaxprEqn, jaxprs: list[Jaxpr]) -> Iterator[tuple[ProductRow, Work]]:
         name = eqn.primitive.name
         outside, self.loops = self.loops, {}
-        before = self.kept
+        before = self.kept_bytes
         inner, loops = list(map(self.products, jaxprs)), self.loops
-        self.kept = before + self._times(eqn) * (self.kept - before)
+        self.kept_bytes = before + self._times(eqn) * (self.kept_bytes - before)
         self.loops = outside
         if not any(inner):
             return

@@ -19,8 +19,9 @@ class Row(NamedTuple):
     - `engine`: what it is for derivatives. `"layout"` moves values, without arithmetic; `"linear"`
         is linear in all floating-point operands together; `"product"` is a matrix product or a
         convolution; `"multiplied"` is a product or quotient entry by entry; `"elementwise"` is a
-        function of one variable; `"selection"` picks from its operands; `"constant"` is constant
-        wherever it has a derivative; `"cast"` changes the dtype; `"container"` holds jaxprs;
+        function of one variable; `"selection"` picks from its operands, or is linear piece by
+        piece; `"constant"` is constant wherever it has a derivative; `"cast"` changes the dtype;
+        `"container"` holds jaxprs;
         `"nested"` has no rule unless the row names one, and is differentiated by nested `jvp`;
         `"opaque"` cannot be differentiated.
     - `precision`: `"half"` rounds its operands to half, and accumulates in float32; `"itself"` is a
@@ -135,7 +136,8 @@ _ROWS = (
         "arithmetic broadcasts coordinate pointwise accurate divides",
         rule="div",
     ),
-    _row("rem atan2", "nested", "operands", _CHEAP, "pointwise"),
+    _row("rem", "selection", "operands", _CHEAP, "broadcasts pointwise"),
+    _row("atan2", "nested", "operands", _CHEAP, "broadcasts pointwise", rule="atan2"),
     _row("tanh erf atan", "elementwise", "operands", _CHEAP, "bounded pointwise accurate odd"),
     _row("logistic", "elementwise", "operands", _CHEAP, "bounded pointwise accurate positive"),
     _row("sin cos", "elementwise", "operands", _CHEAP, "bounded pointwise"),
@@ -196,7 +198,7 @@ _ROWS = (
     ),
     _row("reduce_prod cumprod polynomial cumlogsumexp", "nested", "float32", _GROWS),
     _row("reduce_max reduce_min", "selection", "operands", _CHEAP, "sum extreme accurate"),
-    _row("cummax cummin reduce_window_max reduce_window_min", "nested", "operands", _CHEAP),
+    _row("cummax cummin reduce_window_max reduce_window_min", "selection", "operands", _CHEAP),
     _row("select_and_scatter_add", "nested", "operands", _CHEAP),
     _row("pmax pmin", "nested", "operands", _CHEAP, "slow"),
     # Choices.
@@ -249,7 +251,7 @@ _ROWS = (
     _row("rounded_cotangent written written_in", "linear", "program", _OURS, "stores"),
     _row("add_product sum_together", "linear", "program", _OURS),
     _row("spread_together", "linear", "program", _OURS, "light accurate"),
-    _row("beside summed_apart forward_only", "linear", "program", _OURS),
+    _row("broadcast_like summed_apart forward_only", "linear", "program", _OURS),
     _row("moments", "nested", "float32", _OURS, "sum", rule="moments"),
     _row("squares_about_mean", "nested", "float32", _OURS, "sum", rule="squares_about_mean"),
     _row("derivative_tap", "nested", "program", _TAP, "derivative"),

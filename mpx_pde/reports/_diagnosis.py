@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr
 
 from .._util._calls import called
 from .._util._types import PyTree
-from ..program._flat import dependent, flatten
+from ..program._flat import Flat, dependent
 from ..program._jaxpr import contains, trace_arrays
 from ..program._products import ProductRow
 from ..program._shown import Program, shown
@@ -27,6 +27,7 @@ from ._fragile import fragile_calls
 from ._phases import rounded_phase
 from ._precision import PrecisionReport, arrays_closed_over, half_share_of, report_of
 from ._sums import described as describe_sums, long_sums
+from ._survey import Survey
 
 
 def diagnose(run: Callable, step: tuple, program: Program) -> None:
@@ -34,16 +35,17 @@ def diagnose(run: Callable, step: tuple, program: Program) -> None:
     the arguments of its loss."""
     gradient, args, _ = step
     _warn_of_full_products(run, step, program.closed)
-    _warn_of_sums(gradient, program.closed)
+    survey = Survey(program.closed)
+    _warn_of_sums(gradient, survey)
     if gradient.mode.casts:
-        _warn_of_phases(gradient, program.closed)
+        _warn_of_phases(gradient, survey)
         _warn_of_functions(program.closed)
     if gradient.mode.forward is None:
-        _warn_of_differences(gradient, args[0], program)
+        _warn_of_differences(gradient, args[0], program, survey)
     if gradient.derivatives is not None and gradient.derivatives.active:
         _warn_of_unused_scaling(program.closed)
     if gradient.has_aux and gradient.mode.casts:
-        _warn_of_states(gradient, args, program)
+        _warn_of_states(gradient, args, program, survey)
 
 
 # --- Products in full precision ----------------------------------------------------------------
@@ -127,9 +129,9 @@ def _text(report: PrecisionReport, dtype: np.dtype, advice: str, instead: str) -
 # --- Sums, phases and functions ---------------------------------------------------------------
 
 
-def _warn_of_sums(gradient: Any, closed: ClosedJaxpr) -> None:
+def _warn_of_sums(gradient: Any, survey: Survey) -> None:
     """Warns of sums in half precision that stand still."""
-    if sums := [x for x in long_sums(closed) if x.stagnates()]:
+    if sums := [x for x in long_sums(survey) if x.stagnates()]:
         others = gradient.mode.alternatives
         others = f", or pass {' or '.join(others)}" if others else ""
         warn_user(
@@ -138,9 +140,9 @@ def _warn_of_sums(gradient: Any, closed: ClosedJaxpr) -> None:
         )
 
 
-def _warn_of_phases(gradient: Any, closed: ClosedJaxpr) -> None:
+def _warn_of_phases(gradient: Any, survey: Survey) -> None:
     """Warns of an exponential of complex numbers whose phases were rounded."""
-    if (line := rounded_phase(closed)) is not None:
+    if (line := rounded_phase(survey.program)) is not None:
         digits = jnp.finfo(gradient.mode.dtype).nmant + 1
         warn_user(
             f"`{called()}`: {line} takes an exponential of complex numbers whose parts were "
@@ -164,11 +166,11 @@ def _warn_of_functions(closed: ClosedJaxpr) -> None:
         )
 
 
-def _warn_of_differences(gradient: Any, model: PyTree, program: Program) -> None:
+def _warn_of_differences(gradient: Any, model: PyTree, program: Program, survey: Survey) -> None:
     """Warns of differences that magnify the rounding of what half products computed."""
     half, own = gradient.mode.dtype.name, {id(x) for x in jtu.tree_leaves(model)}
     parameters = [i for i, (_, x) in enumerate(program.leaves) if id(x) in own]
-    if differences := magnified_differences(program.closed, half, parameters):
+    if differences := magnified_differences(survey, half, parameters):
         line, what, nodes, factor = differences[0]
         more = f" {len(differences) - 1} other lines are alike." if differences[1:] else ""
         warn_user(
@@ -216,7 +218,7 @@ class _Place:
     index: int
 
 
-def _warn_of_states(gradient: Any, args: tuple, program: Program) -> None:
+def _warn_of_states(gradient: Any, args: tuple, program: Program, survey: Survey) -> None:
     """Warns if a part of the auxiliary output has the structure of an argument and each
     of its arrays was computed from the rounded array at the same place in that argument.
     """
@@ -238,7 +240,7 @@ def _warn_of_states(gradient: Any, args: tuple, program: Program) -> None:
             places = zip(paths, jtu.tree_leaves(state), lost, strict=True)
             pairs = [(number[id(x)], y) for (_, x), y, is_lost in places if is_lost]
             arrays = all(isinstance(y, _Place) for _, y in pairs)
-            if arrays and _computed_of(closed, [(j, y.index) for j, y in pairs]):
+            if arrays and _computed_of(closed, survey.program, [(j, y.index) for j, y in pairs]):
                 keep = mode.keep_full if isinstance(mode.keep_full, tuple) else ()
                 keep = (*keep, *[False] * len(args))[: len(args)]
                 warn_user(
@@ -262,13 +264,12 @@ def _has_structure(structure: Any, tree: PyTree) -> bool:
         return False
 
 
-def _computed_of(closed: ClosedJaxpr, pairs: Sequence[tuple[int, int]]) -> bool:
+def _computed_of(closed: ClosedJaxpr, flat: Flat, pairs: Sequence[tuple[int, int]]) -> bool:
     """Returns whether each result in `pairs`, which holds positions of operands and results,
     depends on its operand and has its shape, and whether any result is more than its operand cast.
     """
     if any(closed.in_avals[i].shape != closed.out_avals[j].shape for i, j in pairs):
         return False
-    flat = flatten(closed, forward_mode=False)
     same: dict[Any, int] = {k: k for k in flat.inputs}
     for step in flat.steps:
         if step.name == "convert_element_type":

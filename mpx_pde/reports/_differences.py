@@ -5,21 +5,20 @@ difference of a smooth function is smaller than the function by about the square
 nodes, and these errors are not.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ..program import _tables as tables
-from ..program._flat import Step, flatten
+from ..program._flat import Step
 from ..program._jaxpr import aval_of, bodies_of, equations_in
-from ..program._lines import line_of
 from ..program._products import is_half_product
 from ..program._rebind import scan_counts
-from ._known import Known, constant, results, value_of
+from ._known import Known
 from ._stencils import Stencil, magnified_by_matrix, stencil_of
 from ._sums import UNITS
+from ._survey import Seen, Survey
 
 
 _LEAST = 8
@@ -38,7 +37,7 @@ class Magnified(NamedTuple):
 
 
 def magnified_differences(
-    closed: ClosedJaxpr, half: str, parameters: Collection[int] = ()
+    survey: Survey, half: str, parameters: Collection[int] = ()
 ) -> list[Magnified]:
     """Returns the second differences along a grid, and the products with matrices of differences,
     of values that products of `half` computed, each line once. Operands at the positions
@@ -49,97 +48,68 @@ def magnified_differences(
     a row counts, unless it is known and does not cancel.
     """
     found: dict[str, Magnified] = {}
-    search = _Search(half)
-    for one in search.found_in(closed, _Given({*parameters}, set(), {}), ()):
-        if one.factor > _LEAST * UNITS[half]:
-            found.setdefault(one.line, one)
+    stencils = _stencils(survey)
+    for seen in _rounding(survey, half, parameters):
+        what, nodes, factor = _difference(seen, stencils)
+        if factor > _LEAST * UNITS[half]:
+            line = seen.site.line or "unknown"
+            found.setdefault(line, Magnified(line, what, nodes, factor))
     return list(found.values())
 
 
-class _Given(NamedTuple):
-    """The operands of a jaxpr, by their positions: those that depend on parameters, those that half
-    products computed, and those that are known while tracing."""
-
-    moving: set[int]
-    computed: set[int]
-    known: dict[int, Known]
-
-
-class _Search:
-    def __init__(self, half: str):
-        self.half = half
-
-    def found_in(
-        self, closed: ClosedJaxpr, given: _Given, around: tuple[JaxprEqn, ...]
-    ) -> Iterator[Magnified]:
-        """Yields what is found in a jaxpr inside of the containers `around` it."""
-        flat, stencils = flatten(closed, forward_mode=False), dict[int, Stencil]()
-        moving, computed = ({flat.inputs[i] for i in at} for at in given[:2])
-        known = {k: constant(x.value) for k, x in flat.constants.items()}
-        known.update((flat.inputs[i], x) for i, x in given.known.items())
-        for step in flat.steps:
-            calls, bodies = (*around, *step.calls), bodies_of(step.eqn)
-            values = [value_of(x, known) for x in step.inputs]
-            moves, reached = (not x.isdisjoint(step.values) for x in (moving, computed))
-            makes = self._multiplies(step)
-            if moves:
-                moving.update(step.outputs)
-            if reached or makes or (moves and self._rounds(step)):
-                computed.update(step.outputs)
-            for body in bodies:
-                inner = _Given(
-                    _positions(step, moving), _positions(step, computed), _fixed(step, values)
-                )
-                if step.name == "scan" and makes:
-                    first, count = scan_counts(step.eqn)
-                    inner.computed.update(range(first, first + count))
-                same = len(body.in_avals) == len(step.inputs)
-                inner = inner if same else _Given(set(), set(), {})
-                yield from self.found_in(body, inner, (*calls, step.eqn))
-            if not bodies:
-                known.update(zip(step.outputs, results(step.eqn, values), strict=True))
-            stencil = stencil_of(step, stencils, values)
-            if stencil is not None:
-                stencils[step.outputs[0]] = stencil
-            if reached or (moves and makes):
-                yield from _magnified(step, stencil, values, calls)
-
-    def _multiplies(self, step: Step) -> bool:
-        """Returns whether an equation is a half product or contains one."""
-        inside = (eqn for body in bodies_of(step.eqn) for eqn in equations_in(body))
-        return any(is_half_product(eqn, self.half) for eqn in (step.eqn, *inside))
-
-    def _rounds(self, step: Step) -> bool:
-        return step.name in tables.CASTS and aval_of(step.eqn.outvars[0]).dtype == self.half
+def _stencils(survey: Survey) -> dict[int, Stencil]:
+    """Returns the variables that are sums of moved copies of another."""
+    out: dict[int, Stencil] = {}
+    for step, known, *_ in survey.seen:
+        if (stencil := stencil_of(step, out, known)) is not None:
+            out[step.outputs[0]] = stencil
+    return out
 
 
-def _positions(step: Step, among: set[int]) -> set[int]:
-    return {i for i, x in enumerate(step.inputs) if x in among}
+def _rounding(survey: Survey, half: str, parameters: Collection[int]) -> Iterator[Seen]:
+    """Yields the equations that take what half products computed, and the half products that take
+    what depends on parameters."""
+    moving, computed = {survey.program.inputs[i] for i in parameters}, set[int]()
+    for seen in survey.seen:
+        step = seen.step
+        moves, reached = (not x.isdisjoint(step.values) for x in (moving, computed))
+        makes = _multiplies(step, half)
+        if moves:
+            moving.update(step.outputs)
+        if reached or makes or (moves and _rounds(step, half)):
+            computed.update(step.outputs)
+        for variables in (moving, computed):
+            variables.update(inner for outer, inner in seen.entered if outer in variables)
+        if step.name == "scan" and makes:
+            first, count = scan_counts(step.eqn)
+            computed.update(seen.bodies[0].inputs[first : first + count])
+        if reached or (moves and makes):
+            yield seen
 
 
-def _fixed(step: Step, values: Sequence[Known | None]) -> dict[int, Known]:
-    """Returns the known operands that are the same at each step of a loop."""
-    count = scan_counts(step.eqn)[0] if step.name == "scan" else len(values)
-    return {i: x for i, x in enumerate(values[:count]) if x is not None}
+def _multiplies(step: Step, half: str) -> bool:
+    """Returns whether an equation is a half product or contains one."""
+    inside = (eqn for body in bodies_of(step.eqn) for eqn in equations_in(body))
+    return any(is_half_product(eqn, half) for eqn in (step.eqn, *inside))
 
 
-def _magnified(
-    step: Step,
-    stencil: Stencil | None,
-    values: Sequence[Known | None],
-    calls: tuple[JaxprEqn, ...],
-) -> Iterator[Magnified]:
-    """Yields a difference that an equation takes."""
-    line = line_of(step.eqn, calls)
+def _rounds(step: Step, half: str) -> bool:
+    return step.name in tables.CASTS and aval_of(step.eqn.outvars[0]).dtype == half
+
+
+def _difference(seen: Seen, stencils: Mapping[int, Stencil]) -> tuple[str, int, float]:
+    """Returns what difference an equation takes, of how many nodes, and by how much it magnifies
+    rounding: by 0, if it takes none."""
+    step, known, *_ = seen
     if step.name in tables.SPARSE:
-        rows = _rows(step, values)
-        yield Magnified(line, f"multiplies by a sparse matrix (`{step.name}`)", rows, rows**2)
-    elif step.name in tables.DOTS:
-        nodes, factor = magnified_by_matrix(step, values)
-        yield Magnified(line, "multiplies by a matrix of differences", nodes, factor)
-    elif stencil is not None and stencil.is_second_difference:
-        what = "takes second differences of"
-        yield Magnified(line, what, stencil.nodes, stencil.nodes**2)
+        rows = _rows(step, known)
+        return f"multiplies by a sparse matrix (`{step.name}`)", rows, float(rows**2)
+    if step.name in tables.DOTS:
+        return "multiplies by a matrix of differences", *magnified_by_matrix(step, known)
+    stencil = stencils.get(step.outputs[0]) if step.outputs else None
+    if stencil is not None and stencil.is_second_difference:
+        return "takes second differences of", stencil.nodes, float(stencil.nodes**2)
+    return "", 0, 0.0
 
 
 def _rows(step: Step, values: Sequence[Known | None]) -> int:

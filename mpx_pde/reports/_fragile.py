@@ -8,7 +8,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ..program._jaxpr import aval_of, bodies_of
-from ..program._lines import NOWHERE, Site, site_inside, site_of
+from ..program._lines import line_of
 
 
 class Fragile(NamedTuple):
@@ -60,19 +60,18 @@ def fragile_calls(closed: ClosedJaxpr) -> list[Fragile]:
     `python -m benchmarks sweep` finds such functions: their values or derivatives are wrong in half
     for arguments that half precision holds exactly.
     """
-    return list(dict.fromkeys(_calls(closed, NOWHERE)))
+    return list(dict.fromkeys(_calls(closed, ())))
 
 
-def _calls(closed: ClosedJaxpr, outer: Site) -> Iterator[Fragile]:
+def _calls(closed: ClosedJaxpr, around: tuple[JaxprEqn, ...]) -> Iterator[Fragile]:
     for eqn in closed.jaxpr.eqns:
         name = _name(eqn)
         dtypes, reason = FRAGILE.get(name, ((), ""))
         if (dtype := _dtype(eqn)) in dtypes:
-            yield Fragile(site_of(eqn, outer).line or "unknown", name, dtype, reason)
-        elif bodies := bodies_of(eqn):
-            inner = site_inside(eqn, site_of(eqn, outer))
-            for body in bodies:
-                yield from _calls(body, inner)
+            yield Fragile(line_of(eqn, around), name, dtype, reason)
+            continue
+        for body in bodies_of(eqn):
+            yield from _calls(body, (*around, eqn))
 
 
 def _name(eqn: JaxprEqn) -> str:

@@ -2,11 +2,10 @@
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 
 from ..precision._dtypes import is_half
 from ..program import _tables as tables
-from ..program._flat import flatten
+from ..program._flat import Flat
 from ..program._jaxpr import aval_of
 from ..program._lines import line_of
 
@@ -14,7 +13,7 @@ from ..program._lines import line_of
 _POWERS = {"exp", "exp2", "pow", "integer_pow", "cumprod"}
 
 
-def rounded_phase(closed: ClosedJaxpr) -> str | None:
+def rounded_phase(flat: Flat) -> str | None:
     """Returns the line of the first exponential or power of complex numbers that were computed from
     half arguments without a product, such as the poles of a state-space model; `None` if there is
     none.
@@ -23,7 +22,6 @@ def rounded_phase(closed: ClosedJaxpr) -> str | None:
     network is not looked at: behind a product, phases are usually of order one.
     """
     dtype_of = lambda atom: getattr(aval_of(atom), "dtype", np.dtype(bool))
-    flat = flatten(closed, forward_mode=False)
     rounded, behind = set[int](), set[int]()
     for step in flat.steps:
         if not behind.isdisjoint(step.variables) or step.name in tables.PRODUCTS:

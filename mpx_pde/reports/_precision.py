@@ -131,7 +131,7 @@ def report_of(closed: ClosedJaxpr) -> PrecisionReport:
     rows = [dataclasses.replace(row, **work._asdict()) for row, work in products.items()]
     rows.sort(key=lambda row: (-row.flops, row.line, row.dtype))
     width = min(counter.largest[1:])
-    return PrecisionReport(tuple(rows), tuple(counter.loops), width, counter.kept)
+    return PrecisionReport(tuple(rows), tuple(counter.loops), width, counter.kept_bytes)
 
 
 @public

@@ -25,6 +25,7 @@ from ._meter import CLEAN, TAINTED, Known, Measured, Meter
 from ._range_report import RangeReport, fold, idle_product, make_row
 from ._stats import Counts, is_measured
 from ._sums import long_sums
+from ._survey import Survey
 
 
 # When XLA fuses, it writes an operation again into each of its uses. Here each has two uses, the
@@ -87,7 +88,7 @@ def _report(fun: Callable, args: tuple, kwargs: dict) -> RangeReport:
         result=assemble(out),
         scaled=_said(fun, "scales_its_loss"),
         autocast=bool(_said(fun, "is_autocast")),
-        sums=tuple(long_sums(closed, wide=not mixed)),
+        sums=tuple(long_sums(Survey(closed), wide=not mixed)),
     )
 
 

@@ -1,20 +1,21 @@
-"""Lists the sums of a jaxpr that are so long that half precision may let them stand still."""
+"""Lists the sums of a program that are so long that half precision may let them stand still."""
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 
 from ..program import _tables as tables
-from ..program._flat import Constant, Flat, Step, dependent, flatten, variables
-from ..program._jaxpr import aval_of, bodies_of, close, is_container
-from ..program._lines import NOWHERE, Site, site_inside, site_of
+from ..program._flat import Constant, Flat, Step, dependent, variables
+from ..program._jaxpr import aval_of, close
+from ..program._lines import Site, site_within
 from ..program._rebind import scan_counts
-from ._known import LARGEST, Known, constant, results, value_of
+from ._known import LARGEST, Known, value_of
+from ._survey import Seen, Survey
 
 
 UNITS = {"float16": 2**11, "bfloat16": 2**8}
@@ -65,7 +66,7 @@ class LongSum:
         return f"{self.line} {what}: up to {self.terms:,} {terms} in {self.dtype}"
 
 
-def long_sums(closed: ClosedJaxpr, *, wide: bool = False) -> list[LongSum]:
+def long_sums(survey: Survey, *, wide: bool = False) -> list[LongSum]:
     """Returns the sums in half precision with more terms than their dtype has units, or with more
     steps than leave enough of each (`STEPS`). With `wide`, also those of float32 and float64 that
     would have more than bfloat16 allows.
@@ -74,7 +75,13 @@ def long_sums(closed: ClosedJaxpr, *, wide: bool = False) -> list[LongSum]:
     they are known while tracing. A sum over an axis (`reduce_sum`) is not among them: compilers
     accumulate it in float32.
     """
-    return _Search(wide).found_in(closed)
+    found: dict[LongSum, LongSum] = {}
+    for one in _sums(survey, wide):
+        limits = STEPS if one.steps else UNITS
+        if one.terms > limits.get(one.dtype, limits["bfloat16"]):
+            alike = dataclasses.replace(one, terms=0)
+            found[alike] = max(found.get(alike, one), one, key=lambda x: x.terms)
+    return sorted(found.values(), key=lambda x: -x.terms)
 
 
 def described(sums: Sequence[LongSum], dtype: str | None = None) -> str:
@@ -114,87 +121,53 @@ _MENDS = {
 }
 
 
-class _Search:
-    def __init__(self, wide: bool):
-        self.wide = wide
-        self.sums: dict[tuple, LongSum] = {}
+def _sums(survey: Survey, wide: bool) -> Iterator[LongSum]:
+    """Yields the sums of a program in half precision, or with `wide` in any, of any length."""
+    for seen in survey.seen:
+        if seen.step.name in _TERMS and _counts(seen.step.eqn.outvars[0], wide):
+            yield _sum(seen.step.name, seen.step.eqn.outvars[0], _terms_of(seen), seen.site)
+        if seen.step.name == "scan":
+            yield from _carried(seen, survey.known, wide)
 
-    def found_in(self, closed: ClosedJaxpr) -> list[LongSum]:
-        self._visit(closed, [None] * len(closed.jaxpr.invars), NOWHERE)
-        return sorted(self.sums.values(), key=lambda x: -x.terms)
 
-    def _visit(
-        self, closed: ClosedJaxpr, operands: Sequence[Known | None], outer: Site
-    ) -> list[Known | None]:
-        jaxpr = closed.jaxpr
-        known: dict[Any, Known | None] = dict(zip(jaxpr.invars, operands, strict=True))
-        pairs = zip(jaxpr.constvars, closed.consts, strict=True)
-        known.update((v, constant(x)) for v, x in pairs)
-        read = lambda atom: constant(atom.val) if isinstance(atom, Literal) else known.get(atom)
-        for eqn in jaxpr.eqns:
-            given, site = list(map(read, eqn.invars)), site_of(eqn, outer)
-            if is_container(eqn):
-                out = self._enter(eqn, given, site)
-            else:
-                self._look(eqn, given, site)
-                out = results(eqn, given)
-            known.update(zip(eqn.outvars, out, strict=True))
-        return list(map(read, jaxpr.outvars))
+def _terms_of(seen: Seen) -> int:
+    """Returns the largest number of terms that meet in an entry of a sum."""
+    try:
+        return int(_TERMS[seen.step.name](seen.step.eqn, seen.known))
+    except Exception:  # a size that is a symbol, or operands of another form
+        return 0
 
-    def _enter(self, eqn: JaxprEqn, given: list, site: Site) -> list[Known | None]:
-        name, bodies, inside = eqn.primitive.name, bodies_of(eqn), site_inside(eqn, site)
-        unknown: list[Known | None] = [None] * len(eqn.outvars)
-        if name == "scan":
-            self._carried(eqn, bodies[0], given, site)
-        if name in ("scan", "while", "cond", "shard_map") or len(bodies) != 1:
-            for body in bodies:
-                fixed = scan_counts(eqn)[0] if name == "scan" else 0
-                inner = [*given[:fixed], *[None] * (len(body.jaxpr.invars) - fixed)]
-                self._visit(body, inner, inside)
-            return unknown
-        out = self._visit(bodies[0], given, inside)
-        return out if len(out) == len(unknown) else unknown
 
-    def _look(self, eqn: JaxprEqn, given: list, site: Site) -> None:
-        terms = _TERMS.get(eqn.primitive.name)
-        if terms is None or not self._counts(aval_of(eqn.outvars[0])):
-            return
-        try:
-            self._add(eqn.primitive.name, aval_of(eqn.outvars[0]), int(terms(eqn, given)), site)
-        except Exception:  # a size that is a symbol, or operands of another form
-            return
+def _counts(atom: Any, wide: bool) -> bool:
+    dtype = getattr(aval_of(atom), "dtype", np.dtype(np.int32))
+    return dtype.name in UNITS or (wide and jnp.issubdtype(dtype, jnp.floating))
 
-    def _counts(self, aval: Any) -> bool:
-        dtype = getattr(aval, "dtype", np.dtype(np.int32))
-        return dtype.name in UNITS or (self.wide and jnp.issubdtype(dtype, jnp.floating))
 
-    def _add(self, name: str, aval: Any, terms: int, site: Site, steps: bool = False) -> None:
-        dtype, limits = aval.dtype.name, STEPS if steps else UNITS
-        if terms > limits.get(dtype, limits["bfloat16"]):
-            line, backward = site.line or "unknown", bool(site.backward)
-            key = line, name, dtype, backward, steps
-            terms = max(terms, self.sums[key].terms if key in self.sums else 0)
-            self.sums[key] = LongSum(line, name, dtype, terms, backward, steps)
+def _sum(name: str, atom: Any, terms: int, site: Site, steps: bool = False) -> LongSum:
+    dtype, line = aval_of(atom).dtype.name, site.line or "unknown"
+    return LongSum(line, name, dtype, terms, bool(site.backward), steps)
 
-    def _carried(self, eqn: JaxprEqn, body: ClosedJaxpr, given: list, site: Site) -> None:
-        """Looks for values that a loop carries and adds something to at each step."""
-        length, (first, count) = eqn.params["length"], scan_counts(eqn)
-        carried = range(first, first + count)
-        if not isinstance(length, int) or not any(self._counts(body.in_avals[i]) for i in carried):
-            return
-        flat = flatten(body, forward_mode=False)
-        inside, fixed = site_inside(eqn, site), _fixed(flat, given[:first])
-        for i in carried:
-            if self._counts(body.in_avals[i]):
-                units = UNITS.get(body.in_avals[i].dtype.name, UNITS["bfloat16"])
-                held = _added_to(flat.steps, flat.inputs[i], fixed, units)
-                added = held.get(flat.outputs[i - first])
-                if added is not None:
-                    where = _site_in(added, inside)
-                    where = where if where.line else site
-                    terms = {*added.variables} - held.keys()
-                    steps = not terms.isdisjoint(_fed_by(flat, i, carried))
-                    self._add("scan", body.in_avals[i], length, where, steps)
+
+def _carried(seen: Seen, known: Mapping[int, Known | None], wide: bool) -> Iterator[LongSum]:
+    """Yields the values that a loop carries and adds something to at each step."""
+    eqn, (flat,) = seen.step.eqn, seen.bodies
+    length, (first, count) = eqn.params["length"], scan_counts(eqn)
+    carried = range(first, first + count)
+    numbers = [i for i in carried if _counts(eqn.invars[i], wide)]
+    if not isinstance(length, int) or not numbers:
+        return
+    read = (x for step in flat.steps if step.eqn.effects for x in step.outputs)
+    changing = dependent(flat, (*flat.inputs[first:], *read))
+    for i in numbers:
+        units = UNITS.get(aval_of(eqn.invars[i]).dtype.name, UNITS["bfloat16"])
+        fixed = lambda x, units=units: x not in changing and _may_keep(value_of(x, known), units)
+        held = _added_to(flat.steps, flat.inputs[i], fixed)
+        added = held.get(flat.outputs[i - first])
+        if added is not None:
+            site = site_within(added.eqn, (*seen.inside, *added.calls))
+            terms = {*added.variables} - held.keys()
+            steps = not terms.isdisjoint(_fed_by(flat, i, carried))
+            yield _sum("scan", eqn.invars[i], length, site if site.line else seen.site, steps)
 
 
 def _fed_by(flat: Flat, i: int, carried: range) -> set[int]:
@@ -210,21 +183,15 @@ def _fed_by(flat: Flat, i: int, carried: range) -> set[int]:
         on = more
 
 
-def _site_in(step: Step, outer: Site) -> Site:
-    for call in step.calls:
-        outer = site_inside(call, site_of(call, outer))
-    return site_of(step.eqn, outer)
-
-
 _PASSED = tables.LAYOUT | {"convert_element_type", "select_n", "optimization_barrier", "name"}
 """Operations that hand a carried value on."""
 
 
 def _added_to(
-    steps: Sequence[Step], start: int, fixed: Mapping[int, Known | None], units: int
+    steps: Sequence[Step], start: int, keeps: Callable[[int | Constant], bool]
 ) -> Mapping[Any, Step | None]:
     """Returns the variables that hold the value of `start` plus something, each with the sum.
-    `fixed` are those that are the same in each step of the loop."""
+    `keeps` tells whether a value may keep its size when it is multiplied by an operand."""
     held: dict[Any, Step | None] = {start: None}
     for step in steps:
         from_start = [x for x in variables(step.inputs) if x in held]
@@ -236,7 +203,7 @@ def _added_to(
             held[step.outputs[0]] = step
         elif step.name == "mul" and len(from_start) == 1:
             (factor,) = (x for x in step.inputs if x != from_start[0])
-            if _keeps(factor, fixed, units):
+            if keeps(factor):
                 held[step.outputs[0]] = held[from_start[0]]
         elif step.name in _PASSED and len(step.outputs) in (1, len(step.inputs)):
             each = step.outputs if len(step.outputs) > 1 else step.outputs * len(step.inputs)
@@ -245,28 +212,13 @@ def _added_to(
     return held
 
 
-def _fixed(flat: Flat, given: Sequence[Known | None]) -> dict[int, Known | None]:
-    """Returns the variables of the body of a loop that are the same in each step, with their values
-    if they are known. `given` are the constants of the loop."""
-    fixed: dict[int, Known | None] = dict(zip(flat.inputs, given, strict=False))
-    fixed.update((k, constant(x.value)) for k, x in flat.constants.items())
-    for step in flat.steps:
-        if not step.eqn.effects and fixed.keys() >= {*step.variables} and not bodies_of(step.eqn):
-            values = results(step.eqn, [value_of(x, fixed) for x in step.inputs])
-            fixed.update(zip(step.outputs, values, strict=True))
-    return fixed
-
-
-def _keeps(factor: int | Constant, fixed: Mapping[int, Known | None], units: int) -> bool:
+def _may_keep(factor: Known | None, units: int) -> bool:
     """Returns whether a carried value may keep its size when it is multiplied by `factor` in each
     step, as in Horner's rule or a leaky cell. Factors that are known to let it decay or grow within
     `units` steps do not."""
-    if not isinstance(factor, Constant) and factor not in fixed:
-        return False
-    known = value_of(factor, fixed)
-    if known is None:
+    if factor is None:
         return True
-    return bool(np.any(np.abs(np.abs(np.asarray(known(), np.float64)) - 1) < 1 / units))
+    return bool(np.any(np.abs(np.abs(np.asarray(factor(), np.float64)) - 1) < 1 / units))
 
 
 def _most_alike(rows: np.ndarray) -> int:
@@ -279,32 +231,32 @@ def _most_alike(rows: np.ndarray) -> int:
 # The largest number of terms that meet in an entry, by the name of the primitive.
 
 
-def _of_scatter(eqn: JaxprEqn, given: list) -> int:
+def _of_scatter(eqn: JaxprEqn, known: Sequence) -> int:
     if eqn.params["unique_indices"]:
         return 1
     shape = aval_of(eqn.invars[1]).shape
     batch = eqn.params["dimension_numbers"].scatter_indices_batching_dims
     rows = math.prod(n for i, n in enumerate(shape[:-1]) if i not in batch)
-    known = given[1]
-    if rows <= UNITS["bfloat16"] or known is None or math.prod(shape) > LARGEST:
+    places = known[1]
+    if rows <= UNITS["bfloat16"] or places is None or math.prod(shape) > LARGEST:
         return rows
-    indices = np.moveaxis(known(), batch, range(len(batch)))
+    indices = np.moveaxis(places(), batch, range(len(batch)))
     groups = indices.reshape(math.prod(shape[i] for i in batch), -1, shape[-1])
     return max(map(_most_alike, groups), default=0)
 
 
-def _of_window(eqn: JaxprEqn, _: list) -> int:
+def _of_window(eqn: JaxprEqn, _: Sequence) -> int:
     body = eqn.params.get("jaxpr")
     if body is not None and [e.primitive.name for e in close(body).jaxpr.eqns] != ["add"]:
         return 0
     return math.prod(eqn.params["window_dimensions"])
 
 
-def _of_cumsum(eqn: JaxprEqn, _: list) -> int:
+def _of_cumsum(eqn: JaxprEqn, _: Sequence) -> int:
     return aval_of(eqn.invars[0]).shape[eqn.params["axis"]]
 
 
-def _of_polynomial(eqn: JaxprEqn, _: list) -> int:
+def _of_polynomial(eqn: JaxprEqn, _: Sequence) -> int:
     return len(eqn.invars) - 1  # the number, and its coefficients
 
 
@@ -314,12 +266,12 @@ def _contracted(eqn: JaxprEqn) -> tuple[int, list[int]]:
     return math.prod(eqn.params["lhs_spinfo"].shape[i] for i in axes), list(axes)
 
 
-def _of_bcoo(eqn: JaxprEqn, given: list) -> int:
+def _of_bcoo(eqn: JaxprEqn, known: Sequence) -> int:
     size, axes = _contracted(eqn)
     shape = aval_of(eqn.invars[1]).shape
-    if given[1] is None or len(shape) != 2 or math.prod(shape) > LARGEST:
+    if known[1] is None or len(shape) != 2 or math.prod(shape) > LARGEST:
         return min(size, shape[-2])
-    return _most_alike(np.delete(given[1](), axes, axis=1))
+    return _most_alike(np.delete(known[1](), axes, axis=1))
 
 
 def _of_rows(starts: Known | None, otherwise: int) -> int:
@@ -328,21 +280,21 @@ def _of_rows(starts: Known | None, otherwise: int) -> int:
     return otherwise if known is None or known.ndim != 1 else int(np.diff(known).max(initial=0))
 
 
-def _of_bcsr(eqn: JaxprEqn, given: list) -> int:
+def _of_bcsr(eqn: JaxprEqn, known: Sequence) -> int:
     size, axes = _contracted(eqn)
     least = min(size, aval_of(eqn.invars[0]).shape[-1])
-    return _of_rows(given[2], least) if axes == [1] else least
+    return _of_rows(known[2], least) if axes == [1] else least
 
 
-def _of_matrix(eqn: JaxprEqn, given: list) -> int:
+def _of_matrix(eqn: JaxprEqn, known: Sequence) -> int:
     size = eqn.params["shape"] if "shape" in eqn.params else eqn.params["spinfo"].shape
     rows = 0 if eqn.params["transpose"] else 1
     least = min(size[rows], aval_of(eqn.invars[0]).shape[0])
     by_rows = eqn.primitive.name.startswith("csr") and not eqn.params["transpose"]
-    return _of_rows(given[2], least) if by_rows else least
+    return _of_rows(known[2], least) if by_rows else least
 
 
-_TERMS: dict[str, Callable[[JaxprEqn, list], int]] = {
+_TERMS: dict[str, Callable[[JaxprEqn, Sequence], int]] = {
     "scatter-add": _of_scatter,
     "scatter-sub": _of_scatter,
     "reduce_window_sum": _of_window,

@@ -112,11 +112,29 @@ def test_printing_is_no_obstacle(capfd):
 
 
 def test_the_report_names_what_is_nested():
-    fun = lambda p: jnp.arctan2(p[0], jnp.cosh(p[1]))
+    fun = lambda p: jnp.cumprod(jnp.cosh(p))[1]
     report = mpx.partials(fun, ["u_xy"], coords="xy", outputs="u").report(jnp.ones(2))
     (only,) = report.nested
-    assert (only.primitive, only.line.rpartition(":")[0]) == ("atan2", __file__)
+    assert (only.primitive, only.line.rpartition(":")[0]) == ("cumprod", __file__)
     assert "nested forward mode" in str(report)
+    assert report.nested_elementwise == ()
+
+
+def test_the_report_names_functions_without_a_closed_form():
+    own = jax.custom_jvp(jnp.sin)
+    own.defjvp(lambda primals, tangents: (own(*primals), jnp.cos(primals[0]) * tangents[0]))
+
+    def fun(p):
+        special = jax.lax.lgamma(p[0]) + jax.lax.erf_inv(p[1]) + jax.lax.digamma(p[0])
+        return special + own(p[0]) + jnp.arcsin(p[1]) + jnp.logaddexp(p[0], 0.0)
+
+    report = mpx.partials(fun, ["u_xy"], coords="xy", outputs="u").report(jnp.full(2, 0.3))
+    names = ("lgamma", "erf_inv", "digamma", "custom_jvp_call")
+    line = f"{__file__}:{fun.__code__.co_firstlineno + 1}"
+    assert sorted(e.primitive for e in report.nested_elementwise) == sorted(names)
+    assert {e.line for e in report.nested_elementwise[:3]} >= {line}
+    assert report.nested == ()
+    assert str(report).count("nested forward mode, entry by entry") == 4
 
 
 @pytest.mark.parametrize("samples", [1, 3])

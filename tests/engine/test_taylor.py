@@ -77,7 +77,13 @@ FUNCTIONS = {
     "a softmax": lambda x: jax.nn.softmax(3 * x) @ WEIGHT,
     "moves and choices": lambda x: jnp.where(x > 0.4, jnp.flip(x), jnp.maximum(x, x[0] ** 2))[1:],
     "scatters and sorts": lambda x: jnp.sort(jnp.zeros(5).at[jnp.array([3, 1])].set(x[:2] ** 2)),
-    "without a rule": lambda x: jnp.cumprod(jnp.arctan2(x, x[::-1] + 2)),
+    "without a rule": lambda x: jnp.cumprod(jnp.sin(x)),
+    "an angle": lambda x: jnp.arctan2(x - 0.4, x[::-1] - 1),
+    "an angle to an axis": lambda x: jnp.arctan2(x, 0.3) - jnp.arctan2(-0.3, x),
+    "remainders": lambda x: jnp.mod(3 * x, 0.7) * jnp.fmod(x, x[::-1] * x),
+    "windows": lambda x: (
+        lax.cummax(x**2) * lax.reduce_window(x, -jnp.inf, lax.max, (2,), (1,), "SAME")
+    ),
     "a derivative of its own": lambda x: jnp.logaddexp(x, 0.3) + jax.nn.relu(x - 0.4) ** 2,
 }
 X = np.array([0.3, 0.7, 0.5])
@@ -109,6 +115,30 @@ def test_streams_are_nested_derivatives(name):
         got = out.streams.get(key, jnp.zeros_like(want))
         # A derivative that vanishes has only the rounding of its terms.
         assert np.linalg.norm(got - want) <= TOLERANCE * (1 + np.linalg.norm(want)), key
+
+
+@pytest.mark.slow
+def test_an_angle_in_each_quadrant_up_to_order_five():
+    vector = lambda p: jnp.stack([p[0] * p[0] + p[0], p[1] + p[0] * p[1]])
+    fun = lambda p: jnp.arctan2(*vector(p)[::-1])
+    points = [(x, y) for x in (-0.7, 0.0, 5.0) for y in (-2.0, 0.0, 0.3) if (x, y) != (0, 0)]
+    rules = Rules(make_plan([(0,) * 5, (0, 1, 1)], [], (None, None)))
+    seeds = {(i,): row for i, row in enumerate(jnp.eye(2))}
+
+    @jax.jit
+    @jax.vmap
+    def run(point):
+        out = evaluated(fun, point, rules, seeds)
+        wanted = {key: nested(fun, np.eye(2)[list(key)])(point) for key in out.streams}
+        slope = jnp.linalg.norm(jax.jacobian(vector)(point)) / jnp.linalg.norm(vector(point))
+        return out, {**wanted, (): fun(point)}, slope
+
+    out, wanted, slopes = run(jnp.asarray(points))
+    assert wanted.keys() > {(0,) * 5, (0, 1, 1)}
+    for key, want in wanted.items():
+        got = out.streams[key] if key else out.primal
+        # There are about k! terms of order k, the powers of relative derivatives of the vector.
+        assert np.all(abs(got - want) <= TOLERANCE * (1 + slopes ** len(key))), key
 
 
 def test_stacked_directions_are_those_one_by_one():
@@ -156,20 +186,24 @@ PRIMITIVES = {
 FOR_JET = {"tanh", "logistic", "erf", "sin", "cos", "sinh", "cosh", "exp", "log", "integer_pow"}
 
 
+DOMAINS = {**dict.fromkeys(("asin", "acos", "atanh"), (-0.8, 0.7)), "acosh": (1.2, 4.0)}
+DOMAINS |= {"atan": (-9.0, 9.0), "asinh": (-9.0, 9.0), "tan": (-1.4, 1.2)}
+
+
 @pytest.mark.parametrize("name", CLOSED)
 def test_derivatives_in_closed_form(name):
-    x = jnp.linspace(0.2, 2.0, 5)
+    x = jnp.linspace(*DOMAINS.get(name, (0.2, 2.0)), 5)
     fun = PRIMITIVES.get(name) or getattr(lax, name, None) or getattr(jnp, name)
 
     @jax.jit
     def run(x):
-        derivatives = closed_derivatives(name, 4, x, PARAMETERS.get(name))
+        derivatives = closed_derivatives(name, 5, x, PARAMETERS.get(name))
         derivatives = [jnp.zeros(5) if f is None else f * jnp.ones(5) for f in derivatives]
         if name in FOR_JET:
-            series = [jnp.ones(5), *[jnp.zeros(5)] * 3]
+            series = [jnp.ones(5), *[jnp.zeros(5)] * 4]
             value, found = jet(fun, (x,), (series,))
             return derivatives, [value, *found]
-        return derivatives, [fun(x)] + [nested(fun, [np.ones(5)] * k)(x) for k in range(1, 5)]
+        return derivatives, [fun(x)] + [nested(fun, [np.ones(5)] * k)(x) for k in range(1, 6)]
 
     for got, want in zip(*run(x), strict=True):
         assert np.linalg.norm(got - want) <= TOLERANCE * (1 + np.linalg.norm(want))

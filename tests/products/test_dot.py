@@ -10,7 +10,7 @@ from helpers import HALVES, assert_close, in_float64, normal
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mpx_pde as mpx
-from mpx_pde.products._bilinear import Given
+from mpx_pde.products._bilinear import Origin
 from mpx_pde.products._dot import _dot
 
 
@@ -287,7 +287,7 @@ def test_as_a_gpu_multiplies_streams(x, y, axes):
     x, y = (np.arange(np.prod(shape)).reshape(shape) % 5 for shape in (x, y))
     numbers, params = (axes, ((), ())), {"algorithm": None, "out_sharding": None}
     dtypes = {"dtype": jnp.dtype("float16"), "out_dtype": jnp.dtype("float32")}
-    params |= {"given": Given(apart=True), "platform": "cuda", **dtypes}
+    params |= {"origin": Origin(apart=True), "platform": "cuda", **dtypes}
     halves = (jnp.asarray(z, "float16") for z in (x, y))
     out = _dot(*halves, dimension_numbers=numbers, **params)
     np.testing.assert_array_equal(out, np.tensordot(x, y, axes))

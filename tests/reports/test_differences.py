@@ -11,6 +11,7 @@ from jax.experimental import sparse
 
 import mpx_pde as mpx
 from mpx_pde.reports._differences import magnified_differences
+from mpx_pde.reports._survey import Survey
 
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -207,22 +208,26 @@ def gradient(loss, half, **options):
     return eqx.filter_jit(mpx.filter_grad(loss, mpx.NoOpLossScaling(), policy=policy, **options))
 
 
+def found_in_gradient(loss, params, x):
+    return magnified_differences(Survey(jax.make_jaxpr(jax.grad(loss))(params, x)), "float16")
+
+
 @pytest.mark.parametrize("name", TAKE)
 def test_second_differences_of_half_products_are_told(name):
     params, x = mpx.cast_tree(start(), "float16")
-    found = magnified_differences(jax.make_jaxpr(jax.grad(TAKE[name]))(params, x), "float16")
+    found = found_in_gradient(TAKE[name], params, x)
     assert [one.nodes for one in found[:1]] == [N + 1]
     assert "differences" in found[0].what
     first = TAKE[name].__code__.co_firstlineno
     assert 0 < int(found[0].line.partition("test_differences.py:")[2]) - first < 11
     few = x[::8]
-    assert magnified_differences(jax.make_jaxpr(jax.grad(TAKE[name]))(params, few), "float16") == []
+    assert found_in_gradient(TAKE[name], params, few) == []
 
 
 @pytest.mark.parametrize("loss", QUIET)
 def test_what_magnifies_little_is_no_alarm(loss):
     params, x = mpx.cast_tree(start(), "float16")
-    assert magnified_differences(jax.make_jaxpr(jax.grad(loss))(params, x), "float16") == []
+    assert found_in_gradient(loss, params, x) == []
 
 
 @pytest.mark.slow

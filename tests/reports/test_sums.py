@@ -11,6 +11,7 @@ from jax.experimental import sparse
 
 import mpx_pde as mpx
 from mpx_pde.reports._sums import STEPS, UNITS, long_sums
+from mpx_pde.reports._survey import Survey
 
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -82,12 +83,16 @@ RIGHT = {
 APART_2 = np.stack([APART, APART], 1)
 
 
+def stagnating(fun, *args):
+    return [x for x in long_sums(Survey(jax.make_jaxpr(fun)(*args))) if x.stagnates()]
+
+
 @pytest.mark.parametrize("name", [*STILL, *RIGHT])
 def test_sums_that_stand_still_are_told_and_no_others(name):
     fun = (STILL | RIGHT)[name]
     for half, units in UNITS.items():
         x = jnp.ones(N, half)
-        told = [x for x in long_sums(jax.make_jaxpr(fun)(x, HUB)) if x.stagnates()]
+        told = stagnating(fun, x, HUB)
         got = float(np.max(np.asarray(jax.jit(fun)(x, HUB)).astype(np.float64)))
         if name in STILL:
             assert (told[0].dtype, told[0].terms) == (half, N)
@@ -144,11 +149,7 @@ STATE = np.random.default_rng(2).normal(size=(8, 16)).astype("float32")
 
 @pytest.mark.parametrize("half", STEPS)
 def test_steps_that_are_lost_beside_the_state_are_told(half):
-    count = lambda loss: [
-        x
-        for x in long_sums(jax.make_jaxpr(jax.grad(loss))(SQUARE.astype(half), STATE.astype(half)))
-        if x.stagnates()
-    ]
+    count = lambda loss: stagnating(jax.grad(loss), SQUARE.astype(half), STATE.astype(half))
     told = count(euler(STEPS[half] + 1))
     assert {x.backward for x in told} == {False, True}  # the state and its adjoint
     assert all(
@@ -272,7 +273,7 @@ def test_sizes_that_are_symbols_are_no_error():
     (n,) = jax.export.symbolic_shape("n")
     x, i = jax.ShapeDtypeStruct((n,), jnp.float16), jax.ShapeDtypeStruct((n,), jnp.int32)
     fun = jax.jit(lambda x, i: jax.ops.segment_sum(x, i, 3) + jnp.cumsum(x)[0])
-    assert long_sums(fun.trace(x, i).jaxpr) == []
+    assert long_sums(Survey(fun.trace(x, i).jaxpr)) == []
 
 
 def test_data_that_a_loss_closes_over_are_named():

@@ -20,8 +20,8 @@ from ...program import _tables as tables
 from ...program._jaxpr import aval_of, bodies_of, differentiable, own_bind, pushforward
 from ._jets import Jet, Operand, Streams, bind, bind_primals, each, is_inexact, primal_of, total
 from ._plan import Index, Plan, chains, splits, sum_key
-from ._together import beside, joined, sum_together
-from ._univariate import CLOSED, closed_derivatives, nested_derivatives
+from ._together import broadcast_like, joined, sum_together
+from ._univariate import CLOSED, atan_at_zero, closed_derivatives, nested_derivatives
 
 
 KEPT_TERMS = "mpx_pde.kept_terms"
@@ -141,7 +141,7 @@ class Rules:
         row = tables.TABLE.get(eqn.primitive.name)
         rule = None if row is None else JET_RULES.get(row.rule)
         while rule is not None and rule.fits is not None and not rule.fits(self, eqn, operands):
-            rule = JET_RULES.get(rule.otherwise)
+            rule = rule.otherwise
         return rule
 
     def _constant(self, eqn, operands):
@@ -217,8 +217,8 @@ class Rules:
         at = (..., *(slice(stops.get(i)) for i in range(len(shape))))
         first = lambda arrays: [lax.stop_gradient(jnp.asarray(s)[at] / few) for s in arrays]
         (start,) = summed(each([x], first), axes)
-        kept = [i for i in range(len(shape)) if i not in axes]
-        y = added(x, start.spread(shape, kept), -1)
+        others = [i for i in range(len(shape)) if i not in axes]
+        y = added(x, start.spread(shape, others), -1)
         held = lambda jet: jax.tree.map(lax.stop_gradient, jet) if eqn.params["still"] else jet
         sums, squares = summed([y, self._square(held(y))], axes)
         squares = added(squares, self._square(held(sums)), -1 / count)
@@ -284,7 +284,7 @@ class Rules:
             return [Jet(primal, self.leibniz(lambda x, y, *_: x * y, a, b))]
         jet, factor = (a, b) if isinstance(a, Jet) else (b, a)
         if isinstance(factor, jax.Array) and jet.streams:
-            (factor,) = beside([factor], jet.primal, summed=self.summed)
+            (factor,) = broadcast_like([factor], jet.primal, summed=self.summed)
             primal = jet.primal * factor
         else:
             (primal,) = bind_primals(eqn, operands)
@@ -297,25 +297,50 @@ class Rules:
         (primal,) = bind_primals(eqn, operands)
         if not isinstance(b, Jet):
             return [Jet(primal, {k: x / b for k, x in a.streams.items()})]
-        # The streams of q follow from a = q b, order by order.
         a_streams = a.streams if isinstance(a, Jet) else {}
-        inverse = 1 / b.primal
+        return [Jet(primal, self._quotient(primal, a_streams, b.streams, 1 / b.primal))]
+
+    def _quotient(self, primal: Any, a: Streams, b: Streams, inverse: Any) -> Streams:
+        """Returns the streams of q = a / b, which follow from a = q b, order by order. `primal` is
+        the value of q, `None` if it is zero, and `inverse` is 1 / b."""
         q: Streams = {}
 
         def terms(index):
             for count, left, right in splits(index):
-                if left in b.streams and right in q:
-                    yield count, b.streams[left] * q[right]
+                if left in b and right in q:
+                    yield count, b[left] * q[right]
 
         for key in self.plan.keys:
-            own = a_streams.get(key)
-            first = primal * b.streams[key] if key in b.streams else None
+            own = a.get(key)
+            first = primal * b[key] if key in b and primal is not None else None
             less = total([first, self.gather(key, terms)])
             if less is not None:
                 own = -less if own is None else own - less
             if own is not None:
                 q[key] = own * inverse
-        return [Jet(primal, q)]
+        return q
+
+    def _atan2(self, eqn, operands):
+        """Returns the angle of a vector (x, y). In axes of which the first has its direction and
+        length, the vector is (1, 0), and its angle the arc tangent of a quotient that is zero."""
+        y, x = (z if isinstance(z, Jet) else Jet(z) for z in operands)
+        (primal,) = bind_primals(eqn, operands)
+        if not (x.streams or y.streams):
+            return [Jet(primal)]
+        square = x.primal * x.primal + y.primal * y.primal
+        a, b = x.primal / square, y.primal / square
+        first, second = self._turned(x, y, a, b), self._turned(x, y, -b, a)
+        slope = Jet(primal, self._quotient(None, second, first, 1))
+        return [self.compose([primal, *atan_at_zero(self.order(slope))], slope)]
+
+    def _turned(self, x: Jet, y: Jet, a: Any, b: Any) -> Streams:
+        """Returns the streams of a x + b y, for constants a and b."""
+
+        def terms(key):
+            yield a * x.streams[key] if key in x.streams else None
+            yield b * y.streams[key] if key in y.streams else None
+
+        return self._sums(terms)
 
     def _sqrt(self, eqn, operands):
         """Returns the square root y of x. Its streams follow from x = y², order by order. Powers of
@@ -350,13 +375,19 @@ class Rules:
 
     def _elementwise(self, eqn, operands):
         x, *exponent = operands
-        name = eqn.primitive.name
         parameter = _number(exponent[0]) if exponent else eqn.params.get("y")
-        if name in CLOSED:
-            derivatives = closed_derivatives(name, self.order(x), x.primal, parameter)
-        else:
-            derivatives = nested_derivatives(lambda v: bind(eqn, [v])[0], self.order(x), x.primal)
+        derivatives = closed_derivatives(eqn.primitive.name, self.order(x), x.primal, parameter)
         return [self.compose(derivatives, x)]
+
+    def _nested_elementwise(self, eqn, operands):
+        """Takes derivatives of a function of one variable, which is constant in other operands, by
+        nested forward mode."""
+        (i,) = _moving(operands)
+        x = operands[i]
+        bind = self.own if eqn.primitive.name in tables.CUSTOM else own_bind
+        whole = lambda *args: bind(eqn, match_varying_axes(*args))[0]
+        function = of_some(whole, list(map(primal_of, operands)), [i])
+        return [self.compose(nested_derivatives(function, self.order(x), x.primal), x)]
 
     # Equations without a rule.
 
@@ -422,17 +453,13 @@ class Rules:
         alike = fits and out.aval.shape == shape
         return alike and _pointwise_custom(eqn, moving, self.order(x))
 
-    def _custom(self, eqn, operands):
-        (i,) = [i for i, x in enumerate(operands) if isinstance(x, Jet)]
-        x = operands[i]
-        if _is_logaddexp(eqn):
-            derivatives = closed_derivatives(
-                "logaddexp", self.order(x), x.primal, _number(operands[1 - i])
-            )
-        else:
-            whole = lambda *args: self.own(eqn, match_varying_axes(*args))[0]
-            derivatives = nested_derivatives(of_some(whole, operands, [i]), self.order(x), x.primal)
-        return [self.compose(derivatives, x)]
+    def _is_softplus(self, eqn, operands) -> bool:
+        return _is_logaddexp(eqn) and self._is_elementwise(eqn, operands)
+
+    def _logaddexp(self, eqn, operands):
+        (i,) = _moving(operands)
+        x, other = operands[i], _number(operands[1 - i])
+        return [self.compose(closed_derivatives("logaddexp", self.order(x), x.primal, other), x)]
 
 
 def _moving(operands: Sequence[Operand]) -> list[int]:
@@ -447,13 +474,12 @@ class JetRule(NamedTuple):
 
     - `apply`: a method of `Rules` that takes an equation and its operands.
     - `fits`: returns whether the rule holds for an equation; `None` if it always does.
-    - `otherwise`: the name of the rule for equations that it does not hold for; by default they
-        have none.
+    - `otherwise`: the rule for equations that it does not hold for; by default they have none.
     """
 
     apply: Callable[[Rules, JaxprEqn, Sequence[Operand]], list[Jet]]
     fits: Callable[[Rules, JaxprEqn, Sequence[Operand]], bool] | None = None
-    otherwise: str = ""
+    otherwise: "JetRule | None" = None
 
     @property
     def name(self) -> str:
@@ -468,6 +494,10 @@ def _is_of_one(rules: Rules, eqn: JaxprEqn, operands: Sequence[Operand]) -> bool
     return _moving(operands) == [0] and _is_real(rules, eqn, operands)
 
 
+def _is_closed(rules: Rules, eqn: JaxprEqn, operands: Sequence[Operand]) -> bool:
+    return eqn.primitive.name in CLOSED and _is_of_one(rules, eqn, operands)
+
+
 def _has_fixed_bounds(rules: Rules, eqn: JaxprEqn, operands: Sequence[Operand]) -> bool:
     return _moving(operands) == [1]
 
@@ -477,23 +507,32 @@ def _updates_once(rules: Rules, eqn: JaxprEqn, operands: Sequence[Operand]) -> b
     return eqn.params["unique_indices"]
 
 
+_LINEAR, _SELECTION = JetRule(Rules._linear), JetRule(Rules._selection)
+
 JET_RULES: dict[str, JetRule] = {
     "constant": JetRule(Rules._constant),
     "cast": JetRule(Rules._convert),
-    "layout": JetRule(Rules._linear),
-    "linear": JetRule(Rules._linear),
+    "layout": _LINEAR,
+    "linear": _LINEAR,
     "each": JetRule(Rules._each),
-    "together": JetRule(Rules._together, _is_real, "linear"),
-    "scatter": JetRule(Rules._linear, _updates_once, "selection"),
-    "selection": JetRule(Rules._selection),
+    "together": JetRule(Rules._together, _is_real, _LINEAR),
+    "scatter": JetRule(Rules._linear, _updates_once, _SELECTION),
+    "selection": _SELECTION,
     "clamp": JetRule(Rules._selection, _has_fixed_bounds),
     "mul": JetRule(Rules._mul),
     "div": JetRule(Rules._div),
     "sqrt": JetRule(Rules._sqrt),
+    "atan2": JetRule(Rules._atan2),
     "moments": JetRule(Rules.moments),
     "squares_about_mean": JetRule(Rules.squares_about_mean),
-    "elementwise": JetRule(Rules._elementwise, _is_of_one),
-    "custom": JetRule(Rules._custom, Rules._is_elementwise),
+    "elementwise": JetRule(
+        Rules._elementwise, _is_closed, JetRule(Rules._nested_elementwise, _is_of_one)
+    ),
+    "custom": JetRule(
+        Rules._logaddexp,
+        Rules._is_softplus,
+        JetRule(Rules._nested_elementwise, Rules._is_elementwise),
+    ),
 }
 """Rules for streams, by their names in the table of primitives. What has none here is a product or
 a container, or is differentiated by nested `jvp`, or not at all."""

@@ -51,7 +51,7 @@ def spread_together(arrays: Sequence[Any], shape: Sequence[Any], dims: Sequence[
     return _grouped(spread, arrays)
 
 
-def beside(
+def broadcast_like(
     arrays: Sequence[Any], like: Any, *, leading: bool = False, summed: bool = True
 ) -> list[Array]:
     """Broadcasts arrays to the shape of `like`, for use with several streams. The cotangents of an
@@ -62,8 +62,8 @@ def beside(
     The axes of an array are the last ones of `like`, and a `vmap` adds one in front. If `leading`,
     they are the first ones, such as the channels of a field, and a `vmap` adds one after them."""
     if not summed:
-        return _beside(*arrays, like, leading=leading)
-    return _beside_p.bind(*match_varying_axes(*arrays, like), leading=leading)
+        return _broadcast_like(*arrays, like, leading=leading)
+    return _broadcast_like_p.bind(*match_varying_axes(*arrays, like), leading=leading)
 
 
 def joined(arrays: Sequence[Any], dimension: int) -> Array:
@@ -90,7 +90,7 @@ def _grouped(
 
 _sum_p = Primitive("sum_together")
 _spread_p = Primitive("spread_together")
-_beside_p = Primitive("beside")
+_broadcast_like_p = Primitive("broadcast_like")
 _joined_p = Primitive("joined")
 
 
@@ -126,12 +126,12 @@ def _abstract_spreads(*avals, shape, at):
     return _abstract_each(broadcast_in_dim_p, avals, **of)
 
 
-def _beside(*args, leading):
+def _broadcast_like(*args, leading):
     *arrays, like = args
     return [lax.broadcast_in_dim(x, like.shape, _axes_in(like, x, leading)) for x in arrays]
 
 
-def _abstract_beside(*args, **_):
+def _abstract_broadcast_like(*args, **_):
     *arrays, like = args
     return [like.update(dtype=x.dtype, weak_type=False) for x in arrays]
 
@@ -159,7 +159,7 @@ def _transpose_spreads(cotangents, *arrays, shape, at):
     return _unspread(cotangents, arrays, shape, [at] * len(arrays))
 
 
-def _transpose_beside(cotangents, *args, leading):
+def _transpose_broadcast_like(cotangents, *args, leading):
     *arrays, like = args
     places = [_axes_in(like, x.aval, leading) for x in arrays]
     return [*_unspread(cotangents, arrays, like.shape, places), None]
@@ -172,8 +172,8 @@ def _unspread(cotangents, arrays, shape, places) -> list[Any]:
     def over(x, at, cotangent):
         if isinstance(cotangent, ad.Zero):
             return ()
-        kept = [k for k, n in zip(at, x.aval.shape, strict=True) if n == shape[k]]
-        return tuple(k for k in range(len(shape)) if k not in kept)
+        whole = [k for k, n in zip(at, x.aval.shape, strict=True) if n == shape[k]]
+        return tuple(k for k in range(len(shape)) if k not in whole)
 
     def shaped(x, found):
         return ad.Zero(x.aval) if isinstance(found, ad.Zero) else lax.reshape(found, x.aval.shape)
@@ -200,7 +200,7 @@ def _batch_each(primitive: Primitive, args, where, **params):
     return out, [None if d is None else 0 for d in where]
 
 
-def _batch_beside(primitive: Primitive, args, where, *, leading):
+def _batch_broadcast_like(primitive: Primitive, args, where, *, leading):
     *arrays, like = args
     batched, dim = next((z, d) for z, d in zip(args, where, strict=True) if d is not None)
     size, axis = batched.shape[dim], int(leading)
@@ -247,7 +247,7 @@ batching.primitive_batchers[_joined_p] = _batch_joined
 for _primitive, _function, _abstract, _batch in (
     (_sum_p, _sums, _abstract_sums, _batch_each),
     (_spread_p, _spreads, _abstract_spreads, _batch_each),
-    (_beside_p, _beside, _abstract_beside, _batch_beside),
+    (_broadcast_like_p, _broadcast_like, _abstract_broadcast_like, _batch_broadcast_like),
 ):
     _primitive.multiple_results = True
     _primitive.def_impl(_function)
@@ -257,12 +257,12 @@ for _primitive, _function, _abstract, _batch in (
 for _primitive, _transpose in (
     (_sum_p, _transpose_sums),
     (_spread_p, _transpose_spreads),
-    (_beside_p, _transpose_beside),
+    (_broadcast_like_p, _transpose_broadcast_like),
 ):
     ad.primitive_jvps[_primitive] = ft.partial(_jvp, _primitive)
     ad.primitive_transposes[_primitive] = _transpose
 lower(_spread_p, _spreads)
-lower(_beside_p, _beside)
+lower(_broadcast_like_p, _broadcast_like)
 # On other platforms, one sum of several arrays is slower than one sum for each.
 lower(_sum_p, _sums, cuda=_sums_in_one, rocm=_sums_in_one)
 lower(_joined_p, _concatenated, cuda=_padded_sum, rocm=_padded_sum)

@@ -54,6 +54,11 @@ def _tanh(x, order):
     return _from_first(y, 1 - y * y, y, order, (1.0, 0.0, -1.0), (0.0, -2.0))
 
 
+def _tan(x, order):
+    y = jnp.tan(x)
+    return _from_first(y, 1 + y * y, y, order, (1.0, 0.0, 1.0), (0.0, 2.0))
+
+
 def _logistic(x, order):
     y = lax.logistic(x)
     return _from_first(y, y * (1 - y), y, order, (0.0, 1.0, -1.0), (1.0, -2.0))
@@ -146,6 +151,30 @@ def _root(f, first, exponent):
     return derivatives
 
 
+def _inverse(f, first, signs, decay):
+    """Returns an inverse function, for `CLOSED`, by its equation p f'' + decay x f' = 0, whose
+    derivatives are a recurrence of three terms. `signs` are those of 1 and x² in p."""
+
+    def derivatives(x, order):
+        one, square = signs
+        p = 1 + x * x if one == square else one * (1 - x) * (1 + x)
+        out, inverse = [f(x), first(p)][: order + 1], 1 / p
+        for k in range(order - 1):
+            terms = (2 * square * k + decay) * x * out[-1]
+            if k:
+                terms = terms + k * (square * (k - 1) + decay) * out[-2]
+            out.append(-inverse * terms)
+        return out
+
+    return derivatives
+
+
+def atan_at_zero(order: int) -> Derivatives:
+    """Returns the derivatives of the arc tangent at zero, from the first on."""
+    slope = lambda k: float((-1) ** (k // 2) * math.factorial(k - 1)) if k % 2 else None
+    return [slope(k) for k in range(1, order + 1)]
+
+
 def _abs(x, order):
     """Returns the derivatives of `abs`. Its slope at 0 is the one in JAX, which is not the sign."""
     value, slope = jax.jvp(jnp.abs, (x,), (jnp.ones_like(x),))
@@ -154,6 +183,13 @@ def _abs(x, order):
 
 CLOSED: dict[str, Callable[..., Derivatives]] = {
     "tanh": _tanh,
+    "tan": _tan,
+    "atan": _inverse(lax.atan, lambda p: 1 / p, (1, 1), 2),
+    "atanh": _inverse(lax.atanh, lambda p: 1 / p, (1, -1), -2),
+    "asin": _inverse(lax.asin, lax.rsqrt, (1, -1), -1),
+    "acos": _inverse(lax.acos, lambda p: -lax.rsqrt(p), (1, -1), -1),
+    "asinh": _inverse(lax.asinh, lax.rsqrt, (1, 1), 1),
+    "acosh": _inverse(lax.acosh, lax.rsqrt, (-1, 1), 1),
     "logistic": _logistic,
     "erf": _erf,
     "erfc": _erfc,

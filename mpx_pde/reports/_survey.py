@@ -1,0 +1,114 @@
+"""Walks a program once, for all that looks for something in it."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+from ..program import _tables as tables
+from ..program._flat import Constant, Flat, Step, flatten
+from ..program._jaxpr import aval_of, bodies_of
+from ..program._lines import Site, site_within
+from ..program._rebind import scan_counts
+from ._known import Known, constant, results, value_of
+
+
+class Seen(NamedTuple):
+    """An equation of a program, at any depth.
+
+    **Attributes:**
+
+    - `step`: the equation.
+    - `known`: its operands, each as a known array or `None`.
+    - `bodies`: the programs inside of it.
+    - `around`: the containers and calls around it, outermost first.
+    """
+
+    step: Step
+    known: Sequence[Known | None]
+    bodies: list[Flat]
+    around: tuple[JaxprEqn, ...]
+
+    @property
+    def site(self) -> Site:
+        """Returns its place in the user's code."""
+        return site_within(self.step.eqn, self.around)
+
+    @property
+    def inside(self) -> tuple[JaxprEqn, ...]:
+        """Returns what is around the equations of its bodies."""
+        return (*self.around, self.step.eqn)
+
+    @property
+    def entered(self) -> list[tuple[int | Constant, int]]:
+        """Returns its operands with the variables that they are inside of bodies that take all."""
+        inputs = self.step.inputs
+        taking = (body.inputs for body in self.bodies if len(body.inputs) == len(inputs))
+        return [pair for names in taking for pair in zip(inputs, names, strict=True)]
+
+
+class Survey:
+    """A program with what is known of it.
+
+    **Attributes:**
+
+    - `program`: the program.
+    - `seen`: its equations and those inside of containers, in their order. No two programs in it
+        have a variable of the same number.
+    - `known`: the variables that are known while tracing, because they depend on no argument.
+    """
+
+    def __init__(self, closed: ClosedJaxpr):
+        self.seen: list[Seen] = []
+        self.known: dict[int, Known | None] = {}
+        self._numbers = itertools.count()
+        self.program = self._visit(closed, (), ())
+
+    def _visit(
+        self, closed: ClosedJaxpr, known: Sequence[Known | None], around: tuple[JaxprEqn, ...]
+    ) -> Flat:
+        flat = flatten(closed, forward_mode=False, numbers=self._numbers)
+        self.known.update(zip(flat.inputs, known, strict=False))
+        self.known.update((k, constant(x.value)) for k, x in flat.constants.items())
+        for step in flat.steps:
+            values = [value_of(x, self.known) for x in step.inputs]
+            seen = Seen(step, values, [], (*around, *step.calls))
+            self.seen.append(seen)
+            for body, inner in _programs(step.eqn, values):
+                seen.bodies.append(self._visit(body, inner, seen.inside))
+            self.known.update(zip(step.outputs, self._results(seen), strict=True))
+        return flat
+
+    def _results(self, seen: Seen) -> Sequence[Known | None]:
+        if not seen.bodies:
+            return results(seen.step.eqn, seen.known)
+        if seen.step.name in _FUNCTIONS:
+            return [value_of(x, self.known) for x in seen.bodies[0].outputs]
+        return [None] * len(seen.step.outputs)
+
+
+_FUNCTIONS = tables.CALLS | tables.CUSTOM | tables.CHECKPOINTS
+"""Containers that evaluate their one program once, on their operands."""
+
+
+def _programs(
+    eqn: JaxprEqn, known: Sequence[Known | None]
+) -> Iterator[tuple[ClosedJaxpr, Sequence[Known | None]]]:
+    """Yields the programs in a container, each with its first operands as far as they are `known`,
+    up to those that a loop changes."""
+    bodies = bodies_of(eqn)
+    operands = [known] * len(bodies)
+    match eqn.primitive.name:
+        case "scan":
+            operands = [known[: scan_counts(eqn)[0]]]
+        case "while":
+            first, count = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+            operands = [known[:first], known[first : first + count]]
+        case "cond":
+            operands = [known[1:]] * len(bodies)
+        case "shard_map":  # devices may take parts
+            trios = zip(known, eqn.invars, bodies[0].in_avals, strict=True)
+            whole = lambda atom, inside: aval_of(atom).shape == inside.shape
+            operands = [[x if whole(atom, inside) else None for x, atom, inside in trios]]
+    yield from zip(bodies, operands, strict=True)
