@@ -152,15 +152,14 @@ def _warn_of_phases(gradient: Any, closed: ClosedJaxpr) -> None:
 
 
 def _warn_of_functions(closed: ClosedJaxpr) -> None:
-    """Warns of functions of JAX whose own arithmetic fails in half precision."""
+    """Warns of functions and formulas whose own arithmetic fails in half precision."""
     calls = fragile_calls(closed)
     if calls:
-        line, name, dtype, reason = calls[0]
         more = f" {len(calls) - 1} other calls are alike." if calls[1:] else ""
         warn_user(
-            f"`{called()}`: {line} calls `{name}` in {dtype}: {reason}.{more} Cast its "
+            f"`{called()}`: {calls[0]}.{more} Cast its "
             "arguments by `astype(jnp.float32)`, or pass `forward='float32'` or `autocast=True`. "
-            "If its arguments are small, filter `mpx_pde.PrecisionWarning`."
+            "If its arguments are harmless, filter `mpx_pde.PrecisionWarning`."
         )
 
 
