@@ -101,8 +101,8 @@ def _calls(closed: ClosedJaxpr, outer: Site) -> Iterator[Fragile]:
 def _fails_as(eqn: JaxprEqn, made: Mapping[Any, JaxprEqn]) -> str | None:
     """Returns the name in `_DOES` of an equation whose result is half."""
     name = eqn.primitive.name
-    if name in tables.SUBTRACTIONS and _is_covariance(*eqn.invars, made):
-        return "covariance"
+    if name in tables.SUBTRACTIONS and len(eqn.invars) == 2:
+        return "covariance" if _is_covariance(eqn.invars[0], eqn.invars[1], made) else None
     if name == "custom_linear_solve":
         iterates = any(contains(close(x), {"while"}) for x in jaxprs_in(eqn))
         return "iterations" if iterates else None
