@@ -31,6 +31,7 @@ from ..program._jaxpr import (
     with_jaxprs,
     with_products,
 )
+from ..program._lines import source_of
 from ..program._products import KEPT_IN_HALF
 from ..program._rebind import rebind, scan_counts
 from ._custom import bind_recorded
@@ -59,7 +60,7 @@ class Precisions(NamedTuple):
     def bind(self, step: Step, operands: Sequence[Any], *, backward: bool) -> list:
         """Evaluates an equation of one of the two passes."""
         eqn = self._backward(step.eqn) if backward else self._forward(step.eqn)
-        with in_context_of(step.eqn):
+        with in_context_of(step.eqn, source_of(step.eqn, step.calls)):
             return own_bind(eqn, operands)
 
     def _forward(self, eqn: JaxprEqn) -> JaxprEqn:

@@ -24,6 +24,7 @@ from ._jaxpr import (
     scopes_of,
     walk,
 )
+from ._lines import source_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # by identity, because not all values have a hash
@@ -265,7 +266,7 @@ def evaluated(
     env: dict[int, Any] = {k: c.value for k, c in flat.constants.items()}
     env.update(zip(flat.inputs, operands, strict=True))
     for step in flat.steps:
-        with step.context():
+        with step.context(source_of(step.eqn, step.calls)):
             out = bind(step, [read(x, env) for x in step.inputs])
         env.update(zip(step.outputs, out, strict=True))
     return [read(x, env) for x in flat.outputs]

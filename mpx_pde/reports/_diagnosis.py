@@ -21,7 +21,9 @@ from ..program._jaxpr import contains, trace_arrays
 from ..program._products import ProductRow
 from ..program._shown import Program, shown
 from ..program._warnings import warn_user
+from ..scaling._loss import NoOpLossScaling
 from ..scaling._probe import tap_p
+from ._cotangents import compared_cotangents
 from ._differences import magnified_differences
 from ._fragile import fragile_calls
 from ._phases import rounded_phase
@@ -40,6 +42,8 @@ def diagnose(run: Callable, step: tuple, program: Program) -> None:
     if gradient.mode.casts:
         _warn_of_phases(gradient, survey)
         _warn_of_functions(program.closed)
+    if not isinstance(getattr(gradient.scaling, "loss", gradient.scaling), NoOpLossScaling):
+        _warn_of_rules(program.closed)
     if gradient.mode.forward is None:
         _warn_of_differences(gradient, args[0], program, survey)
     if gradient.derivatives is not None and gradient.derivatives.active:
@@ -154,15 +158,27 @@ def _warn_of_phases(gradient: Any, survey: Survey) -> None:
 
 
 def _warn_of_functions(closed: ClosedJaxpr) -> None:
-    """Warns of functions of JAX whose own arithmetic fails in half precision."""
+    """Warns of functions and formulas whose own arithmetic fails in half precision."""
     calls = fragile_calls(closed)
     if calls:
-        line, name, dtype, reason = calls[0]
         more = f" {len(calls) - 1} other calls are alike." if calls[1:] else ""
         warn_user(
-            f"`{called()}`: {line} calls `{name}` in {dtype}: {reason}.{more} Cast its "
+            f"`{called()}`: {calls[0]}.{more} Cast its "
             "arguments by `astype(jnp.float32)`, or pass `forward='float32'` or `autocast=True`. "
-            "If its arguments are small, filter `mpx_pde.PrecisionWarning`."
+            "If its arguments are harmless, filter `mpx_pde.PrecisionWarning`."
+        )
+
+
+def _warn_of_rules(closed: ClosedJaxpr) -> None:
+    """Warns of backward rules that compare a scaled cotangent."""
+    if lines := compared_cotangents(closed):
+        more = f" {len(lines) - 1} other lines are alike." if lines[1:] else ""
+        warn_user(
+            f"`{called()}`: the backward rule of the `jax.custom_vjp` function that {lines[0]} "
+            f"calls compares its cotangent, as clipping does.{more} The cotangent is multiplied by "
+            "the loss scale, so the rule does something else than without it. Compute in bfloat16 "
+            "with `mpx_pde.NoOpLossScaling()`, or clip the gradients that this call returns. If "
+            "it is meant, filter `mpx_pde.PrecisionWarning`."
         )
 
 

@@ -1,13 +1,14 @@
 """Finds calls of JAX's functions whose own arithmetic fails in half precision without a word."""
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
-from ..program._jaxpr import aval_of, bodies_of
+from ..program import _tables as tables
+from ..program._jaxpr import aval_of, bodies_of, close, contains, jaxprs_in
 from ..program._lines import line_of
 
 
@@ -19,6 +20,10 @@ class Fragile(NamedTuple):
     dtype: str
     reason: str
 
+    def __str__(self) -> str:
+        does, _ = _DOES.get(self.name, (f"calls `{self.name}`", ""))
+        return f"{self.line} {does} in {self.dtype}: {self.reason}"
+
 
 _SQUARES = "its derivative squares the argument, and is 0 from 256 on, where the square overflows"
 _OVERFLOWS = "it squares the argument, and the result is 0 where the square overflows, from 256 on"
@@ -28,6 +33,14 @@ _LOGARITHMS = (
 )
 _POWERS = "it takes the exponential of a rounded logarithm"
 _PHASE = "it multiplies the argument by π, and the sine of a large rounded phase is arbitrary"
+_CANCELLED = (
+    "little of the difference is left where a mean is several times as large as the deviations "
+    "from it, and `jnp.var` subtracts the mean first"
+)
+_ITERATIONS = (
+    "their residuals are rounded, which the condition of the system magnifies, and their squares "
+    "overflow in float16"
+)
 
 _HALVES = ("float16", "bfloat16")
 _FUNCTIONS = {
@@ -50,6 +63,12 @@ _INSIDE = {"lgamma": "betaln", "log": "rel_entr"}
 """Functions that are no call of their own in a program, by a primitive in them. `kl_div` calls
 `rel_entr`."""
 
+_DOES = {
+    "covariance": ("takes `mean(x * y) - mean(x) * mean(y)`", _CANCELLED),
+    "iterations": ("solves a linear system by iterations", _ITERATIONS),
+}
+"""What fails in both half types and is no function of JAX: what it does, and why it fails."""
+
 FRAGILE = {name: row for name, row in _FUNCTIONS.items() if name not in _RIGHT}
 """The functions that fail in the installed version of JAX."""
 
@@ -58,20 +77,76 @@ def fragile_calls(closed: ClosedJaxpr) -> list[Fragile]:
     """Returns the calls in a jaxpr, each line once.
 
     `python -m benchmarks sweep` finds such functions: their values or derivatives are wrong in half
-    for arguments that half precision holds exactly.
+    for arguments that half precision holds exactly. So are covariances as differences of means, and
+    iterative solvers.
     """
     return list(dict.fromkeys(_calls(closed, ())))
 
 
 def _calls(closed: ClosedJaxpr, around: tuple[JaxprEqn, ...]) -> Iterator[Fragile]:
+    made = {v: eqn for eqn in closed.jaxpr.eqns for v in eqn.outvars}
     for eqn in closed.jaxpr.eqns:
-        name = _name(eqn)
+        name, dtype = _name(eqn), _dtype(eqn)
         dtypes, reason = FRAGILE.get(name, ((), ""))
-        if (dtype := _dtype(eqn)) in dtypes:
+        if dtype in dtypes:
             yield Fragile(line_of(eqn, around), name, dtype, reason)
             continue
+        if dtype in _HALVES and (does := _fails_as(eqn, made)):
+            yield Fragile(line_of(eqn, around), does, dtype, _DOES[does][1])
         for body in bodies_of(eqn):
             yield from _calls(body, (*around, eqn))
+
+
+def _fails_as(eqn: JaxprEqn, made: Mapping[Any, JaxprEqn]) -> str | None:
+    """Returns the name in `_DOES` of an equation whose result is half."""
+    name = eqn.primitive.name
+    if name in tables.SUBTRACTIONS and len(eqn.invars) == 2:
+        return "covariance" if _is_covariance(eqn.invars[0], eqn.invars[1], made) else None
+    if name == "custom_linear_solve":
+        iterates = any(contains(close(x), {"while"}) for x in jaxprs_in(eqn))
+        return "iterations" if iterates else None
+    return None
+
+
+def _is_covariance(of_products: Any, of_means: Any, made: Mapping[Any, JaxprEqn]) -> bool:
+    """Returns whether the first value is the mean of a product, and the second a product of the
+    means of arrays of the same shape. The factors may have been computed twice."""
+    summed = _summed(of_products, made)
+    factors = [] if summed is None else _factors(summed, made)
+    means = [_summed(x, made) for x in _factors(of_means, made)]
+    shapes = {getattr(aval_of(x), "shape", None) for x in (*factors, *means) if x is not None}
+    return bool(factors) and len(means) == 2 and None not in means and len(shapes) == 1
+
+
+def _summed(x: Any, made: Mapping[Any, JaxprEqn]) -> Any:
+    """Returns what a value is a sum of, times a number; `None` if it is no sum."""
+    _, eqn = _origin(x, made)
+    return eqn.invars[0] if eqn and eqn.primitive.name == "reduce_sum" else None
+
+
+def _factors(x: Any, made: Mapping[Any, JaxprEqn]) -> list[Any]:
+    """Returns the two factors of a product or a square, and otherwise nothing."""
+    _, eqn = _origin(x, made)
+    if eqn is None:
+        return []
+    if eqn.primitive.name == "square" or eqn.params.get("y") == 2:
+        return [eqn.invars[0]] * 2
+    return list(eqn.invars) if eqn.primitive.name in tables.MULTIPLICATIONS else []
+
+
+def _origin(x: Any, made: Mapping[Any, JaxprEqn]) -> tuple[Any, JaxprEqn | None]:
+    """Returns the value that another one is, moved, cast, or times a number, and its equation."""
+    while not isinstance(x, Literal) and (eqn := made.get(x)) is not None:
+        by_number = eqn.primitive.name in tables.MULTIPLICATIONS | {"div"}
+        if by_number and isinstance(eqn.invars[1], Literal):
+            x = eqn.invars[0]
+        elif by_number and isinstance(eqn.invars[0], Literal) and eqn.primitive.name != "div":
+            x = eqn.invars[1]
+        elif eqn.primitive.name in tables.SAME and len(eqn.invars) == 1:
+            x = eqn.invars[0]
+        else:
+            return x, eqn
+    return x, None
 
 
 def _name(eqn: JaxprEqn) -> str:

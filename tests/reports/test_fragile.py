@@ -80,3 +80,76 @@ def test_a_gradient_warns_of_them_inside_of_loops_too():
     assert_tells(str(told[0].message), "astype(jnp.float32)", "autocast=True", "forward='float32'")
     for mend in ({"autocast": True}, {"forward": "float32"}):
         run(**mend)(*given)  # warnings are errors
+
+
+def centered(x):
+    return x - jnp.mean(x, -1, keepdims=True)
+
+
+# Functions of rows with means of about 30 and deviations of about 0.3.
+COVARIANCES = {
+    "variance": lambda x: jnp.mean(x**2, -1) - jnp.mean(x, -1) ** 2,
+    "variance of what is computed twice": lambda x: (
+        jnp.mean(jnp.square(2 * x), -1) - jnp.mean(2 * x, -1) ** 2
+    ),
+    "covariance by sums": lambda x: (
+        (x * x[::-1]).sum(-1) / x.shape[-1] - x.sum(-1) * x[::-1].sum(-1) / x.shape[-1] ** 2
+    ),
+    "standardize": lambda x: jax.nn.standardize(x, epsilon=1e-3),
+}
+
+
+@pytest.mark.parametrize("name", COVARIANCES)
+def test_covariances_as_differences_of_means_are_told_and_fail(name):
+    f, x = COVARIANCES[name], 30 + jax.random.uniform(jax.random.key(0), (4, 16))
+    x = x.astype("bfloat16")  # exact from here on
+    closed = jax.make_jaxpr(f)(x)
+    assert [call.name for call in fragile_calls(closed)] == ["covariance"]
+    with jax.enable_x64(True):
+        want = f(np.asarray(x, np.float64))
+    # Squares of 30 have units of 4 in bfloat16, the variance is 1/12.
+    assert relative(f(x), want) > 0.5
+    assert fragile_calls(jax.make_jaxpr(f)(x.astype("float32"))) == []
+
+
+@pytest.mark.parametrize(
+    "right",
+    [
+        lambda x: jnp.var(x, -1),
+        lambda x: jnp.mean(centered(x) ** 2, -1),
+        lambda x: jnp.mean(x**2, -1) - x[:, 0] ** 2,
+        lambda x: jnp.mean(x**2, -1) - jnp.mean(x, -1),
+        lambda x: jnp.mean(x**2) - jnp.mean(x[0]) * jnp.mean(x[1]),
+    ],
+)
+def test_other_differences_are_not_told(right):
+    assert fragile_calls(jax.make_jaxpr(right)(jnp.ones((4, 16), "bfloat16"))) == []
+
+
+@pytest.mark.parametrize(
+    ("solver", "half"),
+    [
+        ("cg", "float16"),
+        pytest.param("cg", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("bicgstab", "bfloat16", marks=pytest.mark.slow),
+    ],
+)
+def test_iterative_solvers_are_told_and_fail(solver, half):
+    x = jax.random.normal(jax.random.key(5), (24, 30))
+
+    def loss(factor, x):
+        matrix = x @ x.T * factor + jnp.eye(24, dtype=x.dtype)
+        solved, _ = getattr(jax.scipy.sparse.linalg, solver)(lambda v: matrix @ v, x[:, 0])
+        return jnp.sum(solved.astype("float32") ** 2)
+
+    run = jax.grad(loss)
+    given = jnp.ones((), half), x.astype(half)
+    told = fragile_calls(jax.make_jaxpr(run)(*given))
+    assert {call.name for call in told} == {"iterations"}
+    assert "solves a linear system by iterations in " + half in str(told[0])
+    with jax.enable_x64(True):
+        want = run(*(np.asarray(x, np.float64) for x in given))
+    # Rounding these arrays changes the gradient by at most 1.3e-3 and 1.2e-2. The solvers are
+    # off by 2 % and more, in float16 by all of it.
+    assert relative(run(*given), want) > 0.02
+    assert fragile_calls(jax.make_jaxpr(run)(jnp.ones(()), x)) == []

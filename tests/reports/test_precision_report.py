@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import assert_tells, normal, over_devices, tree_allclose
+from helpers import assert_tells, line_here, normal, over_devices, tree_allclose
 from jax import lax
 from jax.experimental import pallas
 from jax.sharding import PartitionSpec as P
@@ -398,3 +398,20 @@ def test_work_of_all_devices():
     sharded = over_devices(product, 4, (P("data"), P()), P("data"))
     x, w = jnp.ones((8, 4)), jnp.ones((4, 4))
     assert mpx.precision_report(sharded)(x, w).by_dtype() == {"float16": (4, 2 * 8 * 4 * 4)}
+
+
+@pytest.mark.parametrize("options", [{"forward": "float32"}, {"autocast": True}])
+def test_products_in_compiled_functions_of_jax_have_the_line_of_their_call(options):
+    def step(h, w):
+        return jnp.tanh(h @ jnp.linalg.matrix_power(w, 5)), None
+
+    def loss(w, x):
+        first = jnp.linalg.matrix_power(w, 5)
+        second = jnp.linalg.matrix_power(w, 5)  # JAX records the line of the first call only
+        h, _ = lax.scan(lambda h, _: step(h, w), x @ first @ second, length=3)
+        return jnp.mean(h**2)
+
+    gradient = mpx.filter_grad(loss, mpx.NoOpLossScaling(), **options)
+    report = mpx.precision_report(gradient)(0.1 * jnp.eye(8), jnp.ones((4, 8)))
+    lines = {int(row.line.rpartition(":")[2]) for row in report.rows}
+    assert lines == {line_here(x) for x in (-11, -8, -7, -6)}
