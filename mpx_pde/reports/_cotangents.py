@@ -7,7 +7,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from ..program._flat import Constant, Step, flatten
-from ..program._jaxpr import bodies_of
+from ..program._jaxpr import bodies_of, equations_in
 from ..program._lines import NOWHERE, Site, in_custom_vjp, site_inside, site_of
 from ..program._rebind import bodies_in
 
@@ -24,6 +24,8 @@ def compared_cotangents(closed: ClosedJaxpr) -> list[str]:
     cotangent with a number or an array that is not 0 or infinite, or take its sign. Rules that
     iterate, such as that of a differential equation, compare with a tolerance, and are left out.
     """
+    if not any(in_custom_vjp(eqn.source_info) for eqn in equations_in(closed)):
+        return []
     found = list(_compared(closed, set(), NOWHERE))
     iterate = {line for line, name in found if name == "while"}
     return list(dict.fromkeys(line for line, _ in found if line not in iterate))
