@@ -293,7 +293,7 @@ WEIGHT = jnp.arange(1.0, 6.0)
 def by_hand(a, b):
     s, t = _together.sum_together([a, b], (0,))
     s, t = _together.spread_together([s, t * s], (4, 5), (1,))
-    weight, row, two = _together.beside([WEIGHT, a[0], jnp.float32(2)], s)
+    weight, row, two = _together.broadcast_like([WEIGHT, a[0], jnp.float32(2)], s)
     return _together.joined([s * weight * row + t * two, b], 0)
 
 
