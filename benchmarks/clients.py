@@ -14,6 +14,7 @@ import numpy as np
 from tests.clients.measure import CLIENTS, GROUPS, MODES, measured
 
 from ._report import Report
+from ._tables._format import ROOT
 
 
 HALVES = ("float16", "bfloat16")
@@ -46,6 +47,7 @@ def run(report: Report, args: argparse.Namespace) -> None:
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         for key in report.missing("programs", keys):
             found = dataclasses.asdict(measured(key["program"], key["mode"], key["half"]))
+            found["told"] = [line.replace(f"{ROOT}/", "") for line in found["told"]]
             shown = {k: _short(x) for k, x in found.items()}
             report.record("programs", **key, **shown)
             print(*key.values(), *shown.values(), flush=True)
