@@ -366,6 +366,11 @@ def run(report: Report, args: argparse.Namespace) -> None:
         report.resume("functions", "found", "before", "programs")
     for section in ("functions", "found", "before"):  # `before`: what was silent in an earlier run
         report.sections.setdefault(section, [])
+    if unknown := {*(args.functions or ())} - {*names()}:
+        raise SystemExit(
+            f"There is no function {', '.join(sorted(unknown))}. Names are as `jnp.sum`, "
+            "`nn.gelu`, `special.gammainc`, `lax.tanh`."
+        )
     groups = distinct(args.functions or names())
     if not args.functions or "programs" not in report.sections:
         report.sections["programs"] = [{"all": len(groups)}]
