@@ -37,9 +37,6 @@ PUBLISHED = {
 """Titles, and relative L2 errors of PirateNets (Wang et al., arXiv 2402.00326) and of jaxpi (Wang
 et al., arXiv 2308.08468), which train in float32."""
 
-REDRAWN = 30
-"""Steps with the same points."""
-
 
 class Training:
     """Levenberg–Marquardt steps in float64 whose points are drawn anew. Compiles once."""
@@ -54,7 +51,7 @@ class Training:
     def take(self, steps: int, draw: Callable[[int], Array]) -> None:
         """Takes steps; `draw` gets the number of steps taken so far."""
         for step in range(steps):
-            if step % REDRAWN == 0:
+            if step % _deep.REDRAWN == 0:
                 examples = draw(self.steps)
             self.model, self.state = self.update(self.model, self.state, examples)
             self.steps += 1

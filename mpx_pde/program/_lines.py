@@ -122,10 +122,9 @@ def site_of(eqn: JaxprEqn, outer: Site = NOWHERE) -> Site:
     return site._replace(line=next(iter(others or libraries)))
 
 
-def site_within(eqn: JaxprEqn, around: Sequence[JaxprEqn]) -> Site:
+def site_within(eqn: JaxprEqn, around: Sequence[JaxprEqn], outer: Site = NOWHERE) -> Site:
     """Returns the site of an equation inside the containers `around` it, which are given outermost
-    first."""
-    outer = NOWHERE
+    first. The first of them belongs to `outer`."""
     for container in around:
         outer = site_inside(container, site_of(container, outer))
     return site_of(eqn, outer)

@@ -8,7 +8,7 @@ from jax.extend.core import ClosedJaxpr
 
 from ..program._flat import Constant, Step, flatten
 from ..program._jaxpr import bodies_of, equations_in
-from ..program._lines import NOWHERE, Site, in_custom_vjp, site_inside, site_of
+from ..program._lines import NOWHERE, Site, in_custom_vjp, site_inside, site_within
 from ..program._rebind import bodies_in
 
 
@@ -39,7 +39,7 @@ def _compared(
     flat = flatten(closed, forward_mode=False)
     cotangents = {flat.inputs[i] for i in scaled}
     for step in flat.steps:
-        site = _site(step, outer)
+        site = site_within(step.eqn, step.calls, outer)
         in_rule = in_custom_vjp(step.eqn.source_info)
         reached = not cotangents.isdisjoint(step.variables)
         if in_rule and reached and _depends_on_scale(step, cotangents):
@@ -55,12 +55,6 @@ def _inside(step: Step, cotangents: Collection[int], site: Site) -> Iterator[tup
         given = enumerate(step.inputs[start:])
         moving = {i for i, x in given if not isinstance(x, Constant) and x in cotangents}
         yield from _compared(body, moving, site_inside(step.eqn, site))
-
-
-def _site(step: Step, outer: Site) -> Site:
-    for call in step.calls:
-        outer = site_inside(call, site_of(call, outer))
-    return site_of(step.eqn, outer)
 
 
 def _is_again(step: Step) -> bool:

@@ -67,7 +67,7 @@ _DOES = {
     "covariance": ("takes `mean(x * y) - mean(x) * mean(y)`", _CANCELLED),
     "iterations": ("solves a linear system by iterations", _ITERATIONS),
 }
-"""What fails in both half types and is no function of JAX: what it does, and why it fails."""
+"""Formulas and solvers that fail in both half types: what each does, and why it fails."""
 
 FRAGILE = {name: row for name, row in _FUNCTIONS.items() if name not in _RIGHT}
 """The functions that fail in the installed version of JAX."""
