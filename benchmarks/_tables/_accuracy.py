@@ -1,6 +1,7 @@
 """Tables of the errors of solvers, operators and a transformer, and of the time to an error."""
 
 import itertools
+import math
 import statistics
 from collections.abc import Iterator
 
@@ -240,6 +241,8 @@ def _by_rival(data: Result) -> Iterator[Record]:
         found = []
         for rival, own in groups(runs, "rival").items():
             told = {n: statistics.median(r[n] for r in own) for n in ("steps", "loss", "error")}
+            until = statistics.median(_seconds_to(1e-4, run["curve"]) for run in own)
+            told["until"] = f"{until:.1f}" if until < math.inf else None
             name = own[0]["version"] or f"`{rival}`"
             name += {"randngd-dense": ", dense", "lbfgs": ", L-BFGS"}.get(rival, "")
             most = max(run["bytes"] for run in own)
@@ -247,6 +250,10 @@ def _by_rival(data: Result) -> Iterator[Record]:
             row = {"size": size, "name": name, "bytes": most, "seeds": seeds}
             found.append({**own[0], **told, **row})
         yield from sorted(found, key=lambda row: row["error"])
+
+
+def _seconds_to(loss: float, curve: list) -> float:
+    return next((seconds for _, seconds, reached, _ in curve if reached <= loss), math.inf)
 
 
 second_order_race = Table(
@@ -257,14 +264,15 @@ second_order_race = Table(
     method                           {name}
     error                            {error:.1e}
     loss                             {loss:.1e}
+    seconds to a loss of 1e-4        {until}
     steps                            {steps:.0f}
     memory, MB                       {bytes:MB.0f}
     seeds                            {seeds}
     """,
-    "Relative L2 errors and losses after 8 processor seconds on one thread of a machine that other "
-    "work shared, from the same weights and at the same fixed points, in float64. Compilation does "
-    "not count. Names in code are methods of `LevenbergMarquardt`, with the Jacobian's precision "
-    "where it is not float64.",
+    "Relative L2 errors and losses after 8 processor seconds on one thread of an idle machine, "
+    "from the same weights and at the same fixed points, in float64; medians over the seeds. "
+    "Compilation does not count. Names in code are methods of `LevenbergMarquardt`, with the "
+    "Jacobian's precision where it is not float64.",
 )
 
 
