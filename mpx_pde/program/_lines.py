@@ -228,3 +228,9 @@ def in_custom_vjp(source: Any) -> bool:
         if frame.function.endswith("custom_vjp.__call__"):
             return True
     return False
+
+
+def is_of_jax(eqn: JaxprEqn, function: str) -> bool:
+    """Returns whether an equation was traced inside of a function of JAX."""
+    frames = _frames(eqn.source_info)
+    return any(f.function == function and f.file.startswith(_JAX) for f in frames)

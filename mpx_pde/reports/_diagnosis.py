@@ -41,10 +41,10 @@ def diagnose(run: Callable, step: tuple, program: Program) -> None:
     _warn_of_sums(gradient, survey)
     if gradient.mode.casts:
         _warn_of_phases(gradient, survey)
-        _warn_of_functions(program.closed)
     if not isinstance(getattr(gradient.scaling, "loss", gradient.scaling), NoOpLossScaling):
         _warn_of_rules(program.closed)
     if gradient.mode.forward is None:
+        _warn_of_functions(gradient, survey)
         _warn_of_differences(gradient, args[0], program, survey)
     if gradient.derivatives is not None and gradient.derivatives.active:
         _warn_of_unused_scaling(program.closed)
@@ -157,15 +157,14 @@ def _warn_of_phases(gradient: Any, survey: Survey) -> None:
         )
 
 
-def _warn_of_functions(closed: ClosedJaxpr) -> None:
+def _warn_of_functions(gradient: Any, survey: Survey) -> None:
     """Warns of functions and formulas whose own arithmetic fails in half precision."""
-    calls = fragile_calls(closed)
-    if calls:
+    if calls := fragile_calls(survey):
         more = f" {len(calls) - 1} other calls are alike." if calls[1:] else ""
         warn_user(
-            f"`{called()}`: {calls[0]}.{more} Cast its "
-            "arguments by `astype(jnp.float32)`, or pass `forward='float32'` or `autocast=True`. "
-            "If its arguments are harmless, filter `mpx_pde.PrecisionWarning`."
+            f"`{called()}`: {calls[0]}.{more} Cast its arguments by `astype(jnp.float32)`, or pass "
+            f"{' or '.join(gradient.mode.alternatives)}. If its arguments are harmless, filter "
+            "`mpx_pde.PrecisionWarning`."
         )
 
 

@@ -1,15 +1,18 @@
 """Finds calls of JAX's functions whose own arithmetic fails in half precision without a word."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 
 from ..program import _tables as tables
+from ..program._flat import Constant, Step
 from ..program._jaxpr import aval_of, bodies_of, close, contains, jaxprs_in
-from ..program._lines import line_of
+from ..program._lines import is_of_jax, line_of
+from ..program._products import is_half_product
+from ._survey import FUNCTIONS, Seen, Survey
 
 
 class Fragile(NamedTuple):
@@ -36,6 +39,10 @@ _PHASE = "it multiplies the argument by π, and the sine of a large rounded phas
 _CANCELLED = (
     "little of the difference is left where a mean is several times as large as the deviations "
     "from it, and `jnp.var` subtracts the mean first"
+)
+_NEAR = (
+    "little of the difference is left where x and y are nearer to each other than to 0, and "
+    "`jnp.sum((x - y)**2)` subtracts them first"
 )
 _ITERATIONS = (
     "their residuals are rounded, which the condition of the system magnifies, and their squares "
@@ -65,6 +72,7 @@ _INSIDE = {"lgamma": "betaln", "log": "rel_entr"}
 
 _DOES = {
     "covariance": ("takes `mean(x * y) - mean(x) * mean(y)`", _CANCELLED),
+    "distances": ("takes `|x|² + |y|² - 2 x·y`", _NEAR),
     "iterations": ("solves a linear system by iterations", _ITERATIONS),
 }
 """Formulas and solvers that fail in both half types: what each does, and why it fails."""
@@ -73,98 +81,191 @@ FRAGILE = {name: row for name, row in _FUNCTIONS.items() if name not in _RIGHT}
 """The functions that fail in the installed version of JAX."""
 
 
-def fragile_calls(closed: ClosedJaxpr) -> list[Fragile]:
-    """Returns the calls in a jaxpr, each line once.
+def fragile_calls(survey: Survey) -> list[Fragile]:
+    """Returns the calls in a program, each line once.
 
     `python -m benchmarks sweep` finds such functions: their values or derivatives are wrong in half
-    for arguments that half precision holds exactly. So are covariances as differences of means, and
-    iterative solvers.
+    for arguments that half precision holds exactly. So are covariances as differences of means,
+    squared distances as differences of products, and iterative solvers.
     """
-    return list(dict.fromkeys(_calls(closed, ())))
+    return list(dict.fromkeys(_calls(survey)))
 
 
-def _calls(closed: ClosedJaxpr, around: tuple[JaxprEqn, ...]) -> Iterator[Fragile]:
-    made = {v: eqn for eqn in closed.jaxpr.eqns for v in eqn.outvars}
-    for eqn in closed.jaxpr.eqns:
-        name, dtype = _name(eqn), _dtype(eqn)
-        dtypes, reason = FRAGILE.get(name, ((), ""))
-        if dtype in dtypes:
-            yield Fragile(line_of(eqn, around), name, dtype, reason)
-            continue
-        if dtype in _HALVES and (does := _fails_as(eqn, made)):
-            yield Fragile(line_of(eqn, around), does, dtype, _DOES[does][1])
-        for body in bodies_of(eqn):
-            yield from _calls(body, (*around, eqn))
+def _calls(survey: Survey) -> Iterator[Fragile]:
+    rows: dict[int, tuple[str, str, str] | None] = {}
+    origins = _Origins()
+    for seen in survey.seen:
+        for depth, eqn in enumerate(seen.inside):
+            if id(eqn) not in rows:
+                rows[id(eqn)] = _fails(eqn)
+            if (row := rows[id(eqn)]) is not None:
+                yield Fragile(line_of(eqn, seen.inside[:depth]), *row)
+                break
+        else:
+            origins.add(seen)
+            for name, half in _formulas(seen.step, origins):
+                yield Fragile(seen.site.line or "unknown", name, half, _DOES[name][1])
 
 
-def _fails_as(eqn: JaxprEqn, made: Mapping[Any, JaxprEqn]) -> str | None:
-    """Returns the name in `_DOES` of an equation whose result is half."""
-    name = eqn.primitive.name
-    if name in tables.SUBTRACTIONS and len(eqn.invars) == 2:
-        return "covariance" if _is_covariance(eqn.invars[0], eqn.invars[1], made) else None
-    if name == "custom_linear_solve":
-        iterates = any(contains(close(x), {"while"}) for x in jaxprs_in(eqn))
-        return "iterations" if iterates else None
+def _fails(eqn: JaxprEqn) -> tuple[str, str, str] | None:
+    """Returns the name of an equation, its half type, and why the function fails in it, if so."""
+    name, dtype = _name(eqn), _dtype(eqn.outvars)
+    dtypes, reason = FRAGILE.get(name, ((), ""))
+    return (name, dtype, reason) if dtype in dtypes else None
+
+
+def _formulas(step: Step, origins: "_Origins") -> Iterator[tuple[str, str]]:
+    """Yields the names in `_DOES` that an equation ends, each with its half type."""
+    half = _dtype(step.eqn.outvars)
+    if half in _HALVES:
+        if step.name in tables.SUBTRACTIONS and _is_covariance(step, origins):
+            yield "covariance", half
+        if step.name in _SOLVERS and _iterates(step.eqn):
+            yield "iterations", half
+    if step.name in tables.ADDITIONS and (product := _product_in_distance(step, origins)):
+        yield "distances", product
+
+
+# --- Solvers -------------------------------------------------------------------------------------
+
+_SOLVERS = {"custom_linear_solve", "linear_solve"}
+"""The primitives of JAX's and lineax' solvers."""
+
+
+def _iterates(eqn: JaxprEqn) -> bool:
+    if eqn.primitive.name == "custom_linear_solve":
+        return any(contains(close(x), {"while"}) for x in jaxprs_in(eqn))
+    return any("max_steps" in getattr(x, "__annotations__", ()) for x in _types(eqn.params))
+
+
+def _types(params: Mapping[str, Any]) -> Iterator[type]:
+    """Yields the types of the PyTrees in the operands of a primitive that is bound by Equinox."""
+    nodes = [params["treedef"]]
+    while nodes:
+        node = nodes.pop()
+        nodes += node.children()
+        if (data := node.node_data()) is not None:
+            yield data[0]
+
+
+# --- Formulas ------------------------------------------------------------------------------------
+
+
+class _Origins:
+    """Where the arrays of a program come from."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, Step] = {}
+        self._same: dict[int, int | Constant] = {}
+
+    def add(self, seen: Seen) -> None:
+        """Adds an equation."""
+        step = seen.step
+        self._made.update(dict.fromkeys(step.outputs, step))
+        if step.name in FUNCTIONS:
+            self._same.update((inner, outer) for outer, inner in seen.entered)
+            self._same.update(zip(step.outputs, seen.bodies[0].outputs, strict=True))
+
+    def of(self, x: int | Constant, atom: Any = None) -> tuple[Step | None, Any]:
+        """Returns the equation that made an array or what it is: the array moved, cast, negated or
+        times a number. If this is an operand of the program, the first of both is `None`.
+
+        The second is the atom of that array in its jaxpr; `atom` is that of `x`.
+        """
+        while not isinstance(x, Constant):
+            if x in self._same:
+                x = self._same[x]
+                continue
+            step = self._made.get(x)
+            at = None if step is None else _position_up_to_a_factor(step)
+            if step is None or at is None:
+                return step, atom
+            x, atom = step.inputs[at], step.eqn.invars[at]
+        return None, atom
+
+
+def _position_up_to_a_factor(step: Step) -> int | None:
+    """Returns the position of the operand that is the result of an equation up to a factor."""
+    if step.name in tables.SAME | tables.NEGATIONS and len(step.inputs) == 1:
+        return 0
+    if step.name in tables.SCALINGS and _is_number(step.inputs[1]):
+        return 0
+    if step.name in tables.MULTIPLICATIONS and _is_number(step.inputs[0]):
+        return 1
     return None
 
 
-def _is_covariance(of_products: Any, of_means: Any, made: Mapping[Any, JaxprEqn]) -> bool:
-    """Returns whether the first value is the mean of a product, and the second a product of the
-    means of arrays of the same shape. The factors may have been computed twice."""
-    summed = _summed(of_products, made)
-    factors = [] if summed is None else _factors(summed, made)
-    means = [_summed(x, made) for x in _factors(of_means, made)]
-    shapes = {getattr(aval_of(x), "shape", None) for x in (*factors, *means) if x is not None}
-    return bool(factors) and len(means) == 2 and None not in means and len(shapes) == 1
+def _is_number(x: int | Constant) -> bool:
+    return isinstance(x, Constant) and np.ndim(x.value) == 0
 
 
-def _summed(x: Any, made: Mapping[Any, JaxprEqn]) -> Any:
-    """Returns what a value is a sum of, times a number; `None` if it is no sum."""
-    _, eqn = _origin(x, made)
-    return eqn.invars[0] if eqn and eqn.primitive.name == "reduce_sum" else None
+def _is_covariance(step: Step, origins: _Origins) -> bool:
+    """Returns whether an equation subtracts a product of means from the mean of a product, all of
+    arrays of one shape. The factors may have been computed twice."""
+    of_products, of_means = step.inputs
+    made = (origins.of(x)[0] for x in (of_products, *_factors(of_means, origins)))
+    sums = [x for x in made if x is not None and x.name == "reduce_sum"]
+    if len(sums) != 3:
+        return False
+    shapes = {aval_of(x.eqn.invars[0]).shape for x in sums}
+    return len(shapes) == 1 and bool(_factors(sums[0].inputs[0], origins))
 
 
-def _factors(x: Any, made: Mapping[Any, JaxprEqn]) -> list[Any]:
-    """Returns the two factors of a product or a square, and otherwise nothing."""
-    _, eqn = _origin(x, made)
-    if eqn is None:
-        return []
-    if eqn.primitive.name == "square" or eqn.params.get("y") == 2:
-        return [eqn.invars[0]] * 2
-    return list(eqn.invars) if eqn.primitive.name in tables.MULTIPLICATIONS else []
+def _product_in_distance(step: Step, origins: _Origins) -> str | None:
+    """Returns the half type of the product if an equation ends a sum of two sums of squares and a
+    product, as in `|x|² + |y|² - 2 x·y`, whose product is rounded or takes rounded arrays."""
+    terms = list(_terms(step, origins))
+    products = [x for x in terms if x is not None and x.name in tables.DOTS]
+    squares = [x for x in terms if x is not None and _sums_squares(x, origins)]
+    if len(terms) != 3 or len(products) != 1 or len(squares) != 2:
+        return None
+    eqn = products[0].eqn
+    pairs = zip(products[0].inputs, eqn.invars, strict=True)
+    dtypes = [_dtype(eqn.outvars), *(_dtype([origins.of(x, atom)[1]]) for x, atom in pairs)]
+    half = next((x for x in _HALVES if is_half_product(eqn, x)), None)
+    return half if dtypes[0] == half or dtypes[1:] != [half, half] else None
 
 
-def _origin(x: Any, made: Mapping[Any, JaxprEqn]) -> tuple[Any, JaxprEqn | None]:
-    """Returns the value that another one is, moved, cast, or times a number, and its equation."""
-    while not isinstance(x, Literal) and (eqn := made.get(x)) is not None:
-        by_number = eqn.primitive.name in tables.MULTIPLICATIONS | {"div"}
-        if by_number and isinstance(eqn.invars[1], Literal):
-            x = eqn.invars[0]
-        elif by_number and isinstance(eqn.invars[0], Literal) and eqn.primitive.name != "div":
-            x = eqn.invars[1]
-        elif eqn.primitive.name in tables.SAME and len(eqn.invars) == 1:
-            x = eqn.invars[0]
+def _terms(step: Step, origins: _Origins, depth: int = 1) -> Iterator[Step | None]:
+    """Yields what made the terms of a sum, whose terms may be sums of two terms."""
+    for x in step.inputs:
+        term, _ = origins.of(x)
+        if term is not None and depth and term.name in tables.ADDITIONS:
+            yield from _terms(term, origins, depth - 1)
         else:
-            return x, eqn
-    return x, None
+            yield term
+
+
+def _sums_squares(step: Step, origins: _Origins) -> bool:
+    if step.name != "reduce_sum":
+        return False
+    factors = _factors(step.inputs[0], origins)
+    return len(factors) == 2 and factors[0] == factors[1]
+
+
+def _factors(x: int | Constant, origins: _Origins) -> Sequence[int | Constant]:
+    """Returns the two factors of a product or a square, and otherwise nothing."""
+    step, _ = origins.of(x)
+    if step is None:
+        return ()
+    if step.power == 2:
+        return step.inputs * 2
+    return step.inputs if step.name in tables.MULTIPLICATIONS else ()
+
+
+# --- Names ---------------------------------------------------------------------------------------
 
 
 def _name(eqn: JaxprEqn) -> str:
     """Returns the name of a primitive, or of the function of JAX that is called or made it."""
     name = eqn.params.get("name", eqn.primitive.name)
-    if name in _INSIDE and _is_inside(eqn, _INSIDE[name]):
+    if name in _INSIDE and is_of_jax(eqn, _INSIDE[name]):
         return _INSIDE[name]
     if name == "custom_jvp_call":
         name = bodies_of(eqn)[0].jaxpr.debug_info.func_name
     return name.lstrip("_")
 
 
-def _is_inside(eqn: JaxprEqn, function: str) -> bool:
-    """Returns whether an equation was traced inside of a function of JAX."""
-    frames = getattr(eqn.source_info.traceback, "frames", ())
-    return any(f.function_name == function and "jax" in f.file_name for f in frames)
-
-
-def _dtype(eqn: JaxprEqn) -> str:
-    """Returns the name of the dtype of the first result."""
-    return getattr(aval_of(eqn.outvars[0]), "dtype", np.dtype(bool)).name if eqn.outvars else ""
+def _dtype(atoms: Sequence[Any]) -> str:
+    """Returns the name of the dtype of the first of some arrays."""
+    return getattr(aval_of(atoms[0]), "dtype", np.dtype(bool)).name if atoms else ""

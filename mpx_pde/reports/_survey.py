@@ -83,12 +83,12 @@ class Survey:
     def _results(self, seen: Seen) -> Sequence[Known | None]:
         if not seen.bodies:
             return results(seen.step.eqn, seen.known)
-        if seen.step.name in _FUNCTIONS:
+        if seen.step.name in FUNCTIONS:
             return [value_of(x, self.known) for x in seen.bodies[0].outputs]
         return [None] * len(seen.step.outputs)
 
 
-_FUNCTIONS = tables.CALLS | tables.CUSTOM | tables.CHECKPOINTS
+FUNCTIONS = tables.CALLS | tables.CUSTOM | tables.CHECKPOINTS
 """Containers that evaluate their one program once, on their operands."""
 
 

@@ -1,5 +1,7 @@
 """Tests that functions of JAX which fail in half precision are told, and that they do fail."""
 
+import warnings
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ from jax import lax
 
 import mpx_pde as mpx
 from mpx_pde.reports._fragile import FRAGILE, fragile_calls
+from mpx_pde.reports._survey import Survey
 
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -38,6 +41,10 @@ FAIL = {
 TOGETHER = {"bessel_i0e": ["bessel_i1e"], "bessel_i1e": ["bessel_i0e"]}
 
 
+def told_of(run, *arguments):
+    return fragile_calls(Survey(jax.make_jaxpr(run)(*arguments)))
+
+
 def loss_of(f):
     return lambda x: jnp.sum(f(x).astype("float32") * jnp.arange(1.0, x.size + 1))
 
@@ -52,17 +59,16 @@ def test_functions_that_fail_in_half_are_told_and_do_fail(name):
     f, x = FAIL[name]
     half = "bfloat16" if name == "geomspace" else "float16"
     run = jax.value_and_grad(loss_of(f))
-    closed = jax.make_jaxpr(run)(x.astype(half))
     fails = name in FRAGILE  # in this version of JAX
-    told = {call.name for call in fragile_calls(closed)}
-    assert told == ({name, *TOGETHER.get(name, ())} if fails else set())
-    assert all("test_fragile.py:" in call.line for call in fragile_calls(closed))
+    told = told_of(run, x.astype(half))
+    assert {call.name for call in told} == ({name, *TOGETHER.get(name, ())} if fails else set())
+    assert all("test_fragile.py:" in call.line for call in told)
     with jax.enable_x64(True):
         want = run(np.asarray(x, np.float64))
     errors = map(relative, run(jnp.asarray(x, half)), want)
     # 16 roundings are the tolerance of the sweep over JAX's functions.
     assert (max(errors) > 16 * float(jnp.finfo(half).eps) / 2) == fails
-    assert fragile_calls(jax.make_jaxpr(run)(x)) == []
+    assert told_of(run, x) == []
 
 
 def test_a_gradient_warns_of_them_inside_of_loops_too():
@@ -103,13 +109,62 @@ COVARIANCES = {
 def test_covariances_as_differences_of_means_are_told_and_fail(name):
     f, x = COVARIANCES[name], 30 + jax.random.uniform(jax.random.key(0), (4, 16))
     x = x.astype("bfloat16")  # exact from here on
-    closed = jax.make_jaxpr(f)(x)
-    assert [call.name for call in fragile_calls(closed)] == ["covariance"]
+    assert [call.name for call in told_of(f, x)] == ["covariance"]
     with jax.enable_x64(True):
         want = f(np.asarray(x, np.float64))
     # Squares of 30 have units of 4 in bfloat16, the variance is 1/12.
     assert relative(f(x), want) > 0.5
-    assert fragile_calls(jax.make_jaxpr(f)(x.astype("float32"))) == []
+    assert told_of(f, x.astype("float32")) == []
+
+
+def squares(x):
+    return jnp.sum(x * x, -1)
+
+
+# Squared distances of all pairs of rows.
+DISTANCES = {
+    "sums first": lambda x, y: squares(x)[:, None] + squares(y)[None] - 2 * (x @ y.T),
+    "product first": lambda x, y: -2 * (x @ y.T) + squares(x)[:, None] + squares(y),
+    "product between": lambda x, y: squares(x)[:, None] - x @ y.T * 2 + jnp.sum(y**2, -1),
+    "of one array": lambda x, _: squares(x)[:, None] + squares(x) - 2 * jnp.matmul(x, x.T),
+}
+
+
+@pytest.mark.parametrize("name", DISTANCES)
+def test_distances_as_differences_of_products_are_told_and_fail(name):
+    f, x = DISTANCES[name], 3 + 0.1 * jax.random.uniform(jax.random.key(0), (4, 16))
+    x, y = x.astype("float16"), x[::-1].astype("float16")  # exact from here on
+    (told,) = told_of(f, x, y)
+    assert_tells(str(told), "test_fragile.py:", "|x|² + |y|² - 2 x·y", "float16", "(x - y)**2")
+    with jax.enable_x64(True):
+        want = f(*(np.asarray(z, np.float64) for z in (x, y)))
+    # Sums of squares are 150, with units of 1/8, and squared distances about 1/50.
+    assert relative(f(x, y), want) > 0.5
+    assert told_of(f, *(z.astype("float32") for z in (x, y))) == []
+
+
+def test_autocast_warns_of_distances_unless_their_product_takes_what_is_half():
+    kernel = lambda x: jnp.sum(jnp.exp(-50 * DISTANCES["of one array"](x, None)) * jnp.arange(4.0))
+    losses = {
+        "rounded for the product": lambda x, w: kernel(x * w),
+        "rounded before": lambda x, w: kernel(x @ jnp.diag(w)),
+    }
+    x, w = 3 + 0.1 * jax.random.uniform(jax.random.key(0), (4, 16)), jnp.full(16, 0.9)
+    for name, loss in losses.items():
+        half = eqx.filter_jit(mpx.filter_grad(loss, mpx.NoOpLossScaling(), autocast=True))
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            *_, got = half(x, w)
+        found = [str(x.message) for x in told if "x·y" in str(x.message)]
+        with jax.enable_x64(True):
+            want = jax.grad(loss)(*(np.asarray(z, np.float64) for z in (x, w)))
+        # Rounding x itself moves the gradient by 5 %, because a distance is a thirtieth of x.
+        if name == "rounded before":
+            assert not found
+            assert relative(got, want) < 0.1
+        else:
+            assert_tells(found[0], "test_fragile.py:", "or pass `forward='float32'`.")
+            assert relative(got, want) > 0.5
 
 
 @pytest.mark.parametrize(
@@ -120,10 +175,13 @@ def test_covariances_as_differences_of_means_are_told_and_fail(name):
         lambda x: jnp.mean(x**2, -1) - x[:, 0] ** 2,
         lambda x: jnp.mean(x**2, -1) - jnp.mean(x, -1),
         lambda x: jnp.mean(x**2) - jnp.mean(x[0]) * jnp.mean(x[1]),
+        lambda x: jnp.sum((x[:, None] - x) ** 2, -1),
+        lambda x: jnp.sum(x**2) + jnp.sum(x**4) - x @ x.T,
+        lambda x: squares(x)[:, None] + x @ x.T,
     ],
 )
 def test_other_differences_are_not_told(right):
-    assert fragile_calls(jax.make_jaxpr(right)(jnp.ones((4, 16), "bfloat16"))) == []
+    assert told_of(right, jnp.ones((4, 16), "bfloat16")) == []
 
 
 @pytest.mark.parametrize(
@@ -144,7 +202,7 @@ def test_iterative_solvers_are_told_and_fail(solver, half):
 
     run = jax.grad(loss)
     given = jnp.ones((), half), x.astype(half)
-    told = fragile_calls(jax.make_jaxpr(run)(*given))
+    told = told_of(run, *given)
     assert {call.name for call in told} == {"iterations"}
     assert "solves a linear system by iterations in " + half in str(told[0])
     with jax.enable_x64(True):
@@ -152,4 +210,20 @@ def test_iterative_solvers_are_told_and_fail(solver, half):
     # Rounding these arrays changes the gradient by at most 1.3e-3 and 1.2e-2. The solvers are
     # off by 2 % and more, in float16 by all of it.
     assert relative(run(*given), want) > 0.02
-    assert fragile_calls(jax.make_jaxpr(run)(jnp.ones(()), x)) == []
+    assert told_of(run, jnp.ones(()), x) == []
+
+
+@pytest.mark.parametrize("solver", ["CG", "Diagonal"])
+def test_iterative_solvers_of_lineax_are_told(solver):
+    lx = pytest.importorskip("lineax")
+    tolerances = {"rtol": 1e-3, "atol": 1e-3} if solver == "CG" else {}
+
+    def loss(d):
+        matrix = lx.MatrixLinearOperator(
+            jnp.diag(d), (lx.diagonal_tag, lx.positive_semidefinite_tag)
+        )
+        solved = lx.linear_solve(matrix, jnp.ones_like(d), getattr(lx, solver)(**tolerances))
+        return jnp.sum(solved.value.astype("float32"))
+
+    told = told_of(jax.grad(loss), jnp.arange(1.0, 5.0).astype("float16"))
+    assert [x.name for x in told] == (["iterations"] if solver == "CG" else [])
