@@ -10,12 +10,12 @@ The recipe is that of `python -m examples.problems run NAME --recipe deep`, whic
     python -m benchmarks second_order --narrow 60   # dual steps with narrow matrices
     python -m benchmarks second_order --dampings 60 # many dampings on one factorization
     python -m benchmarks second_order --draws 60    # points that stay, or are drawn anew
+    python -m benchmarks second_order --wide 600    # a wide network, for so many seconds
     python -m benchmarks second_order --race 30         # methods and rivals, 30 CPU seconds each
 """
 
 import argparse
 import dataclasses
-import importlib
 import itertools
 import time
 from collections.abc import Callable
@@ -29,6 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import mpx_pde as mpx
+from examples.problems import _deep
+from examples.problems._runner import errors_of
 
 from . import _rivals
 from ._chips import CHIPS
@@ -86,11 +88,10 @@ class Sized(NamedTuple):
 
 def sized(precision: str, quick: bool, kind: Any = mpx.LevenbergMarquardt) -> Sized:
     """Returns a step on Burgers' equation."""
-    deep = importlib.import_module("examples.problems._deep")
     width, points = (16, 256) if quick else (WIDTH, POINTS)
     problem = dataclasses.replace(problems.load("burgers_1d").deep, width=width)
-    forward, jacobian = deep.PRECISIONS[precision]
-    network = partial(deep.Network, problem, jnp.dtype(forward), key=jax.random.key(0))
+    forward, jacobian = _deep.PRECISIONS[precision]
+    network = partial(_deep.Network, problem, jnp.dtype(forward), key=jax.random.key(0))
     optimizer = kind(problem.residual, forward=forward, jacobian=jacobian)
     return Sized(optimizer, network, jax.ShapeDtypeStruct((points, 2), jnp.dtype(forward)))
 
@@ -237,6 +238,50 @@ def drawn(report: Report, steps: int, seeds: list[int], names: list[str]) -> Non
                 report.record("draws", **key, steps=steps, **told)
 
 
+# --- A wide network -------------------------------------------------------------------------
+
+SHARES = {500: 1 / 4, 1000: 1 / 4, 2000: 1 / 2}
+"""The shares of the time in which a wide network is trained at so many points."""
+
+
+def wide(report: Report, seconds: int, seeds: list[int], quick: bool) -> None:
+    """Trains a wide network of Burgers' equation for some seconds. Compilation does not count."""
+    for key in report.missing("wide", ({"seconds": seconds, "seed": s} for s in seeds)):
+        with jax.enable_x64(True):
+            report.record("wide", **key, **_widely(key["seed"], seconds, quick), commit=commit())
+
+
+def _widely(seed: int, seconds: int, quick: bool) -> dict[str, Any]:
+    burgers = problems.load("burgers_1d")
+    deep = dataclasses.replace(burgers.deep, width=20 if quick else WIDTH)
+    key = jax.random.key(seed)
+    model: Any = _deep.Network(deep, jnp.dtype("float64"), key=key)
+    optimizer = mpx.LevenbergMarquardt(deep.residual, forward="float64", method="dual")
+    state, update = optimizer.init(model), eqx.filter_jit(optimizer.update)
+    high = jnp.asarray(deep.high, jnp.float64)
+    steps, spent, end, curve = 0, 0.0, 0.0, []
+    for points, share in SHARES.items():
+        update(model, state, _deep.draw(deep, model, key, points, high))  # compiles
+        end += share * seconds
+        while spent < end:
+            began = time.perf_counter()
+            drawn = _deep.draw(deep, model, jax.random.fold_in(key, steps), points, high)
+            model, state = jax.block_until_ready(update(model, state, drawn))
+            steps, spent = steps + 1, spent + time.perf_counter() - began
+            if steps % 10 == 0 or spent >= end:
+                told = float(state.loss), float(errors_of(burgers, model)["u"])
+                curve.append((steps, round(spent, 1), points, *told))
+                print(*curve[-1], flush=True)
+    arrays = jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))
+    return {
+        "parameters": sum(x.size for x in arrays),
+        "steps": steps,
+        "loss": curve[-1][3],
+        "error": curve[-1][4],
+        "curve": curve,
+    }
+
+
 # --- Many dampings at once ------------------------------------------------------------------
 
 DAMPINGS = {
@@ -347,6 +392,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--race", type=int, help="CPU seconds of each method and rival")
     parser.add_argument("--methods", type=int, help="time so many steps by method and size")
     parser.add_argument("--narrow", type=int, help="so many dual steps with narrow matrices")
+    parser.add_argument("--wide", type=int, help="seconds for a wide network of Burgers' equation")
     parser.add_argument(
         "--draws", type=int, help="so many dual steps, points drawn more or less often"
     )
@@ -384,6 +430,12 @@ def run(report: Report, args: argparse.Namespace) -> None:
             problems_of = args.problems or list(SMALL)
             trains(report, steps, args.seeds, problems_of[: 1 if args.quick else None])
             return
+    if args.wide:
+        report.name = "second_order-wide"
+        if args.resume:
+            report.resume("wide")
+        wide(report, args.wide, args.seeds, args.quick)
+        return
     if args.race:
         report.name = "second_order-race"
         if args.resume:
@@ -392,8 +444,7 @@ def run(report: Report, args: argparse.Namespace) -> None:
         rivals = args.rivals or [*OURS, *_rivals.RIVALS]
         race(report, args.race, args.seeds, names[: 1 if args.quick else None], rivals, args.quick)
         return
-    deep = importlib.import_module("examples.problems._deep")
-    steps, points = 4 if args.quick else args.steps, deep.POINTS
+    steps, points = 4 if args.quick else args.steps, _deep.POINTS
     names = args.problems or [n for n in problems.names() if problems.load(n).deep is not None]
     names = names[:1] if args.quick else names
     if args.resume:
@@ -404,6 +455,6 @@ def run(report: Report, args: argparse.Namespace) -> None:
     ]
     for key in report.missing("trainings", keys):
         problem = problems.load(key["problem"])
-        outcome = deep.DeepTrainer(problem, key["precision"], steps=steps)(key["seed"])
+        outcome = _deep.DeepTrainer(problem, key["precision"], steps=steps)(key["seed"])
         found = {"title": problem.title, **outcome.record()}
         report.record("trainings", **key, **{n: x for n, x in found.items() if n not in key})

@@ -209,6 +209,32 @@ second_order_draws = Table(
 )
 
 
+def _by_points(data: Result) -> Iterator[Record]:
+    """Yields where a wide network is after the steps with each number of points."""
+    for run in data["wide"]:
+        for points, rows in itertools.groupby(run["curve"], lambda row: row[2]):
+            *_, (steps, seconds, _, loss, error) = rows
+            told = {"points": points, "steps": steps, "until": seconds, "loss": loss}
+            yield {**run, **told, "error": error}
+
+
+second_order_wide = Table(
+    "second_order-wide",
+    _by_points,
+    """
+    parameters   {parameters:,}
+    points       {points:,}
+    seconds      {until:.0f}
+    steps        {steps:,}
+    loss         {loss:.1e}
+    error        {error:.1e}
+    seed         {seed}
+    """,
+    "Relative L2 errors of Burgers' equation by dual steps in float64, on all cores. Points are "
+    "drawn anew at each step. Compilation does not count.",
+)
+
+
 def _by_dampings(data: Result) -> Iterator[Record]:
     """Yields the medians over the seeds by the way in which dampings are tried."""
     for problem, runs in groups(data["dampings"], "problem").items():
