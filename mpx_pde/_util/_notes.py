@@ -94,6 +94,25 @@ def noting(note: str, *errors: type[Exception], about: str = "") -> Iterator[Non
         raise
 
 
+_TERM = re.compile(r"[^\W_]+(_[a-z]+)?")
+"""Names that a derivative may have, such as `u`, `u_xx` and `lap_u`."""
+
+
+@contextmanager
+def noting_the_terms() -> Iterator[None]:
+    """Adds a note to a `KeyError` of a name that a derivative may have."""
+    try:
+        yield
+    except KeyError as e:
+        if e.args and isinstance(e.args[0], str) and _TERM.fullmatch(e.args[0]):
+            e.add_note(
+                "`mpx_pde.partials`, `laplacian` and `linear_operator` return the terms that they "
+                f"are asked for. If {e.args[0]!r} is a term, name it in that call too, as in "
+                f'`partials(model, [..., "{e.args[0]}"], ...)`.'
+            )
+        raise
+
+
 def noting_the_trace() -> AbstractContextManager:
     """Adds a note to errors about values that outlive the trace by the present call."""
     note = (

@@ -16,7 +16,7 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float
 
 from .._util._calls import named
-from .._util._notes import noting
+from .._util._notes import noting, noting_the_terms
 from .._util._types import PyTree
 from ..engine import InForward, linearized
 from ..precision._cast import arrays_in_full
@@ -156,7 +156,7 @@ class Residuals(eqx.Module):
             f"{jtu.tree_map(jnp.shape, x)}, and not with a batch. Leave `jax.vmap` and means over "
             "examples out of it."
         )
-        with without_halves(), noting(note, Exception):
+        with without_halves(), noting(note, Exception), noting_the_terms():
             out = fun(eqx.combine(wide, static), x)
         return _as_vector(out)
 

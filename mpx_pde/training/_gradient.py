@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Inexact
 
 from .._util._calls import called, named
-from .._util._notes import noting_the_model, noting_the_trace
+from .._util._notes import noting_the_model, noting_the_terms, noting_the_trace
 from .._util._repr import in_a_line
 from .._util._types import AxisName, PyTree
 from .._util._varying import mark_varying, size_of_axis
@@ -269,7 +269,7 @@ class Gradient(eqx.Module):
         """
         func, mode = self.mode.evaluated(self.func), self.mode
         noted = noting_the_model(args)
-        with mode.around_loss(), noted, noting_unscaled() as unscaled:
+        with mode.around_loss(), noted, noting_the_terms(), noting_unscaled() as unscaled:
             out = func(*args, **self.with_derivatives(kwargs, derivatives))
         if unscaled and self.derivatives is None and mode.in_half:
             warn_of_unscaled(*unscaled.popitem())

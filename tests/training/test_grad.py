@@ -18,7 +18,16 @@ import jmp
 import numpy as np
 import optax
 import pytest
-from helpers import avals, over_devices, policy, relative, scaler, training_step, tree_equal_bits
+from helpers import (
+    assert_tells,
+    avals,
+    over_devices,
+    policy,
+    relative,
+    scaler,
+    training_step,
+    tree_equal_bits,
+)
 from jax import export, lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
@@ -577,3 +586,30 @@ def test_the_scaling_of_an_ensemble_is_told(kind):
     # The suggestions work.
     jax.vmap(step)(jnp.ones((3, 2)), scalings)
     step(jnp.ones(2), jax.tree.map(lambda x: x[0], scalings))
+
+
+def _gradient_step(residual, model, points):
+    loss = lambda model, points: jnp.mean(jax.vmap(residual, (None, 0))(model, points) ** 2)
+    mpx.filter_value_and_grad(loss, mpx.DynamicLossScaling())(model, points)
+
+
+def _second_order_step(residual, model, points):
+    optimizer = mpx.LevenbergMarquardt(residual)
+    optimizer.update(model, optimizer.init(model), points)
+
+
+@pytest.mark.parametrize("step", [_gradient_step, _second_order_step])
+def test_a_term_that_was_not_asked_for_is_told(step):
+    def residual(model, point):
+        d = mpx.partials(model, "u_xx", coords="xy", outputs="u")(point)
+        return d["u_xx"] + d["u"]
+
+    def notes(residual, key):
+        with pytest.raises(KeyError, match=key) as caught:
+            step(residual, model, jnp.ones((4, 2)))
+        return [n for n in getattr(caught.value, "__notes__", ()) if "`mpx_pde.partials`" in n]
+
+    model = eqx.nn.MLP(2, "scalar", 8, 1, jnp.tanh, key=jax.random.key(0))
+    [note] = notes(residual, "u")
+    assert_tells(note, "If 'u' is a term, name it", '`partials(model, [..., "u"], ...)`')
+    assert notes(lambda model, point: {"a b": model(point)}["no term"], "no term") == []
