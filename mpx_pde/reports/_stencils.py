@@ -110,13 +110,16 @@ def _gathered(step: Step, operands: _Operands, known: _Values) -> Stencil | None
     if stencil is None or known[1] is None or len(axes) != 1:
         return None
     shape, sizes = aval_of(step.eqn.invars[0]).shape, step.eqn.params["slice_sizes"]
-    out, indices = aval_of(step.eqn.outvars[0]).shape, np.asarray(known[1]()).reshape(-1)
+    out = aval_of(step.eqn.outvars[0]).shape
     whole = [n for i, n in enumerate(shape) if i != axes[0]]
     whole.insert(axes[0], 1)
     in_order = [i for i in range(len(shape)) if i not in numbers.offset_dims] == [*axes]
     if numbers.operand_batching_dims or tuple(sizes) != tuple(whole) or len(out) != len(shape):
         return None
-    if not in_order or len(indices) < 2 or np.any(np.diff(indices) != 1):
+    if not in_order:
+        return None
+    indices = known[1]().reshape(-1)
+    if len(indices) < 2 or np.any(np.diff(indices) != 1):
         return None
     by = [0] * len(shape)
     by[axes[0]] = int(indices[0])
