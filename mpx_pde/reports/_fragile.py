@@ -44,6 +44,9 @@ _NEAR = (
     "little of the difference is left where x and y are nearer to each other than to 0, and "
     "`jnp.sum((x - y)**2)` subtracts them first"
 )
+_INFINITE = (
+    "a square overflows from 256 on, and the quotient is 0 then, as with an infinite variance"
+)
 _ITERATIONS = (
     "their residuals are rounded, which the condition of the system magnifies, and their squares "
     "overflow in float16"
@@ -73,9 +76,10 @@ _INSIDE = {"lgamma": "betaln", "log": "rel_entr"}
 _DOES = {
     "covariance": ("takes `mean(x * y) - mean(x) * mean(y)`", _CANCELLED),
     "distances": ("takes `|x|² + |y|² - 2 x·y`", _NEAR),
+    "normalization": ("divides by the root of a sum or mean of squares", _INFINITE),
     "iterations": ("solves a linear system by iterations", _ITERATIONS),
 }
-"""Formulas and solvers that fail in both half types: what each does, and why it fails."""
+"""Formulas and solvers that fail in a half type: what each does, and why it fails."""
 
 FRAGILE = {name: row for name, row in _FUNCTIONS.items() if name not in _RIGHT}
 """The functions that fail in the installed version of JAX."""
@@ -122,6 +126,8 @@ def _formulas(step: Step, origins: "_Origins") -> Iterator[tuple[str, str]]:
             yield "covariance", half
         if step.name in _SOLVERS and _iterates(step.eqn):
             yield "iterations", half
+    if half == "float16" and _normalizes(step, origins):
+        yield "normalization", half
     if step.name in tables.ADDITIONS and (product := _product_in_distance(step, origins)):
         yield "distances", product
 
@@ -151,6 +157,26 @@ def _types(params: Mapping[str, Any]) -> Iterator[type]:
 # --- Formulas ------------------------------------------------------------------------------------
 
 
+class _Origin(NamedTuple):
+    """Where an array comes from, but for moves, casts, signs and numbers that it is multiplied by.
+
+    **Attributes:**
+
+    - `root`: the variable or constant that it is then.
+    - `atom`: the root in its jaxpr.
+    - `step`: the equation that made the root, unless it is an operand of the program.
+    """
+
+    root: int | Constant
+    atom: Any
+    step: Step | None
+
+    @property
+    def name(self) -> str:
+        """Returns the name of the primitive that made the root."""
+        return "" if self.step is None else self.step.name
+
+
 class _Origins:
     """Where the arrays of a program come from."""
 
@@ -166,12 +192,8 @@ class _Origins:
             self._same.update((inner, outer) for outer, inner in seen.entered)
             self._same.update(zip(step.outputs, seen.bodies[0].outputs, strict=True))
 
-    def of(self, x: int | Constant, atom: Any = None) -> tuple[Step | None, Any]:
-        """Returns the equation that made an array or what it is: the array moved, cast, negated or
-        times a number. If this is an operand of the program, the first of both is `None`.
-
-        The second is the atom of that array in its jaxpr; `atom` is that of `x`.
-        """
+    def of(self, x: int | Constant, atom: Any = None) -> _Origin:
+        """Returns where an array comes from, which is `atom` in its jaxpr."""
         while not isinstance(x, Constant):
             if x in self._same:
                 x = self._same[x]
@@ -179,31 +201,39 @@ class _Origins:
             step = self._made.get(x)
             at = None if step is None else _position_up_to_a_factor(step)
             if step is None or at is None:
-                return step, atom
+                return _Origin(x, atom, step)
             x, atom = step.inputs[at], step.eqn.invars[at]
-        return None, atom
+        return _Origin(x, atom, None)
+
+    def alike(self, x: int | Constant, y: int | Constant) -> bool:
+        """Returns whether two arrays are the same up to a factor, perhaps computed twice."""
+        a, b = self.of(x), self.of(y)
+        if a.root == b.root or a.step is None or b.step is None:
+            return a.root == b.root
+        summed = a.name == b.name and a.name in tables.ADDITIONS
+        return summed and all(map(self.alike, a.step.inputs, b.step.inputs))
 
 
 def _position_up_to_a_factor(step: Step) -> int | None:
     """Returns the position of the operand that is the result of an equation up to a factor."""
     if step.name in tables.SAME | tables.NEGATIONS and len(step.inputs) == 1:
         return 0
-    if step.name in tables.SCALINGS and _is_number(step.inputs[1]):
+    if step.name in tables.SCALINGS and _is_number(step, 1):
         return 0
-    if step.name in tables.MULTIPLICATIONS and _is_number(step.inputs[0]):
-        return 1
-    return None
+    return 1 if step.name in tables.MULTIPLICATIONS and _is_number(step, 0) else None
 
 
-def _is_number(x: int | Constant) -> bool:
-    return isinstance(x, Constant) and np.ndim(x.value) == 0
+def _is_number(step: Step, at: int) -> bool:
+    """Returns whether an operand of a product is a constant number, or any beside an array."""
+    shapes = [aval_of(x).shape for x in (step.eqn.invars[at], step.eqn.invars[1 - at])]
+    return shapes[0] == () and (isinstance(step.inputs[at], Constant) or shapes[1] != ())
 
 
 def _is_covariance(step: Step, origins: _Origins) -> bool:
     """Returns whether an equation subtracts a product of means from the mean of a product, all of
-    arrays of one shape. The factors may have been computed twice."""
+    arrays of one shape."""
     of_products, of_means = step.inputs
-    made = (origins.of(x)[0] for x in (of_products, *_factors(of_means, origins)))
+    made = (origins.of(x).step for x in (of_products, *_factors(of_means, origins)))
     sums = [x for x in made if x is not None and x.name == "reduce_sum"]
     if len(sums) != 3:
         return False
@@ -221,7 +251,7 @@ def _product_in_distance(step: Step, origins: _Origins) -> str | None:
         return None
     eqn = products[0].eqn
     pairs = zip(products[0].inputs, eqn.invars, strict=True)
-    dtypes = [_dtype(eqn.outvars), *(_dtype([origins.of(x, atom)[1]]) for x, atom in pairs)]
+    dtypes = [_dtype(eqn.outvars), *(_dtype([origins.of(x, atom).atom]) for x, atom in pairs)]
     half = next((x for x in _HALVES if is_half_product(eqn, x)), None)
     return half if dtypes[0] == half or dtypes[1:] != [half, half] else None
 
@@ -229,23 +259,52 @@ def _product_in_distance(step: Step, origins: _Origins) -> str | None:
 def _terms(step: Step, origins: _Origins, depth: int = 1) -> Iterator[Step | None]:
     """Yields what made the terms of a sum, whose terms may be sums of two terms."""
     for x in step.inputs:
-        term, _ = origins.of(x)
+        term = origins.of(x).step
         if term is not None and depth and term.name in tables.ADDITIONS:
             yield from _terms(term, origins, depth - 1)
         else:
             yield term
 
 
+_SUMS = {"reduce_sum", "psum"}
+_PARTS = tables.ADDITIONS | tables.SELECTS | tables.MAXIMA | _SUMS
+"""Operations whose result is one of their operands, or a sum of them."""
+
+
+def _normalizes(step: Step, origins: _Origins) -> bool:
+    """Returns whether an equation divides by the half root of a sum or mean of squares."""
+    if step.name in tables.DIVISIONS:
+        roots = _parts(step.inputs[1], origins)
+    else:
+        roots = [step] if step.name == "rsqrt" else []
+    return any(
+        root.name in ("sqrt", "rsqrt")
+        and _dtype(root.eqn.outvars) == "float16"
+        and any(_sums_squares(part, origins) for part in _parts(root.inputs[0], origins))
+        for root in roots
+    )
+
+
+def _parts(x: int | Constant, origins: _Origins, depth: int = 4) -> Iterator[Step]:
+    """Yields what made a value, and the values that it is chosen from or a sum of."""
+    step = origins.of(x).step
+    if step is not None:
+        yield step
+        if depth and step.name in _PARTS:
+            for part in step.inputs:
+                yield from _parts(part, origins, depth - 1)
+
+
 def _sums_squares(step: Step, origins: _Origins) -> bool:
-    if step.name != "reduce_sum":
+    if step.name not in _SUMS:
         return False
     factors = _factors(step.inputs[0], origins)
-    return len(factors) == 2 and factors[0] == factors[1]
+    return len(factors) == 2 and origins.alike(*factors)
 
 
 def _factors(x: int | Constant, origins: _Origins) -> Sequence[int | Constant]:
     """Returns the two factors of a product or a square, and otherwise nothing."""
-    step, _ = origins.of(x)
+    step = origins.of(x).step
     if step is None:
         return ()
     if step.power == 2:

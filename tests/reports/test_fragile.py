@@ -184,6 +184,41 @@ def test_other_differences_are_not_told(right):
     assert told_of(right, jnp.ones((4, 16), "bfloat16")) == []
 
 
+def batch_norm(x):
+    norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(
+        x.shape[1], "batch", channelwise_affine=False, mode="batch", dtype=x.dtype
+    )
+    return jax.vmap(norm, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)[0]
+
+
+# Norms whose variance leaves the range of float16, or whose root does.
+NORMS = {
+    "by `jnp.var`": lambda x: centered(x) / jnp.sqrt(jnp.var(x, -1, keepdims=True) + 1e-3),
+    "by squares": lambda x: x * lax.rsqrt(jnp.mean(x**2, -1, keepdims=True)),
+    "by a norm": lambda x: x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-3),
+    "BatchNorm": batch_norm,
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_in_float16_are_told_and_fail(name):
+    f, x = NORMS[name], 500 * jax.random.normal(jax.random.key(0), (4, 16))
+    x = x.astype("float16")
+    assert {call.name for call in told_of(f, x)} == {"normalization"}
+    with jax.enable_x64(True):
+        want = np.asarray(f(np.asarray(x, np.float64)))
+    assert np.count_nonzero(f(x)) < x.size / 4
+    assert np.all(want != 0)
+    assert told_of(f, x.astype("float32")) == told_of(f, x.astype("bfloat16")) == []
+
+
+def test_norms_of_equinox_in_float32_are_not_told():
+    x = jnp.ones((4, 16), "float16")
+    norms = eqx.nn.LayerNorm(16), eqx.nn.RMSNorm(16), eqx.nn.GroupNorm(4, 16)
+    for norm in norms:
+        assert told_of(jax.vmap(mpx.cast_tree(norm, "float16")), x) == []
+
+
 @pytest.mark.parametrize(
     ("solver", "half"),
     [
