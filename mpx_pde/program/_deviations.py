@@ -63,7 +63,7 @@ def deviations(step: Step, made: Mapping[int, Step]) -> Sum | None:
 
 
 def _mean_of(
-    k: int | Constant, of: int, shape: tuple[int, ...], made: Mapping[Any, Step]
+    k: int | Constant, of: int, shape: tuple[Any, ...], made: Mapping[Any, Step]
 ) -> tuple[tuple[int, ...], list[int | None]] | None:
     """Returns the axes of the mean of a variable, and the axis of the variable that each axis of
     the mean stands for; `None` for another value."""
