@@ -20,6 +20,7 @@ from jax.extend.core import JaxprEqn
 from ..program import _tables as tables
 from ..program._flat import Constant, Flat, Step, flatten
 from ..program._jaxpr import aval_of, bodies_of, scopes_of
+from ._magnitudes import magnitudes
 from ._roles import is_wild
 from ._segments import is_light
 from ._storage import WILD
@@ -47,8 +48,8 @@ class Fact(NamedTuple):
     - `level`: `MASTER`, `DATA` or `COMPUTED`.
     - `sign`: its sign, relative to a variable or to 1.
     - `full`: whether it depends on nothing but arrays that the user keeps in full, and constants.
-    - `beyond`: whether it may have the value of a constant that half precision cannot hold, or of a
-        derivative, which has any size once its scale is taken from it.
+    - `magnitude`: the power of two by which numbers may have enlarged it (see `magnitudes`);
+        infinite for a derivative, which has any size once its scale is taken from it.
     - `root`: the operand of the bounded function that this is a product or power of, if it is one.
         `1 - tanh(x)` is accurate in `x`, and not in `tanh(x)`.
     - `width`: the number of entries before it was broadcast.
@@ -59,7 +60,7 @@ class Fact(NamedTuple):
     root: int | None = None
     width: int = 1
     full: bool = False
-    beyond: bool = False
+    magnitude: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,10 +88,10 @@ class Facts:
         level = ft.reduce(operator.or_, map(self.level, step.variables), CONSTANT)
         again = self._operands_again(step, level)
         full = bool(step.variables) and all(self.of[x].full for x in step.variables)
-        sign, root, beyond = self._sign(step), self._root(step), self._is_beyond(step)
-        for k, v in zip(step.outputs, step.eqn.outvars, strict=True):
+        sign, root, sizes = self._sign(step), self._root(step), self._magnitudes(step)
+        for k, v, size in zip(step.outputs, step.eqn.outvars, sizes, strict=True):
             width = self._width(step, aval_of(v))
-            self.of[k] = Fact(level, sign, root, width, full, beyond)
+            self.of[k] = Fact(level, sign, root, width, full, size)
             self.made[k] = step
             if again is not None:
                 self.operands[k] = again
@@ -166,23 +167,15 @@ class Facts:
             inner.level(x) < COMPUTED or x in inner.operands for s in flat.steps for x in s.outputs
         )
 
-    def _is_beyond(self, step: Step) -> bool:
-        """Returns whether half precision may be unable to hold a result."""
+    def _magnitudes(self, step: Step) -> Sequence[float]:
         if self.half == np.float16 and is_wild(step, self.wild):
             self.wild.update(dict.fromkeys(step.outputs, WILD))
-            return True
-        if step.name in tables.BOUNDED or step.name not in tables.ACCURATE | tables.ADDITIONS:
-            return False
-        limit = float(jnp.finfo(self.half).max)
-        large = lambda x: np.any(np.isfinite(x) & (np.abs(x) > limit))
-        numbers = (
-            x.value
-            for x in step.inputs
-            if isinstance(x, Constant)
-            and np.ndim(x.value) == 0
-            and jnp.issubdtype(x.aval.dtype, jnp.number)  # not the tangent of an integer
-        )
-        return any(self.of[x].beyond for x in step.variables) or any(map(large, numbers))
+            return [math.inf] * len(step.outputs)
+        return magnitudes(step, lambda x: self.of[x].magnitude)
+
+    def beyond(self, x: int) -> bool:
+        """Returns whether half precision may be unable to hold a value."""
+        return self.of[x].magnitude > _largest(self.half)
 
     # Signs and bounded functions.
 
@@ -229,6 +222,11 @@ class Facts:
 
 _BOUNDED_TOO = tables.MOVES | tables.ADDITIONS | tables.MULTIPLICATIONS | tables.NEGATIONS
 """Operations whose result is bounded if their operands are."""
+
+
+@ft.cache
+def _largest(half: np.dtype) -> float:
+    return math.log2(float(jnp.finfo(half).max))
 
 
 def facts_of(flat: Flat, operand_facts: Sequence[Fact], half: np.dtype) -> Facts:

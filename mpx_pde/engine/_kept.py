@@ -84,7 +84,7 @@ def make_plan(
         # Rounding a number saves nothing.
         several = x in avals and entries_of(avals[x]) > 1
         real = several and jnp.issubdtype(avals[x].dtype, jnp.floating)
-        return real and fact.level >= DATA and not (fact.full or fact.beyond or x in exact)
+        return real and fact.level >= DATA and not (fact.full or facts.beyond(x) or x in exact)
 
     def size_of(x: int) -> int:
         if x not in avals:

@@ -220,6 +220,33 @@ def test_a_mask_beyond_the_range_of_float16_is_no_overflow():
     assert relative(got, jax.grad(loss)(WEIGHT, STATES)) < TOLERANCES["float16"]
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is done in half")  # an exponential asks for its precision
+def test_numbers_beyond_the_range_of_float16_in_products_of_matrices():
+    """The exponential of a matrix divides one polynomial of it by another, with coefficients up to
+    6.5e16, in a branch."""
+    params = WEIGHT[:16, :16], OTHER[:16, :16]
+
+    def loss(p, x):
+        return squared(jnp.tanh(x @ jax.scipy.linalg.expm(p[0] - p[0].T)) @ p[1] - x)
+
+    _, _, finite, got = eqx.filter_jit(gradient(loss, "float16"))(params, POINTS)
+    assert finite
+    assert relative(got, jax.grad(loss)(params, POINTS)) < TOLERANCES["float16"]
+
+
+def test_numbers_that_leave_again_keep_no_product_in_full():
+    def loss(p, x):
+        pressure = 1e5 * (1 + 0.1 * jax.nn.relu(x @ p[0] + p[1]))
+        return squared(jax.nn.relu((pressure / 1e5 - 1) @ p[2] + p[3]) @ p[4] - 1)
+
+    report = mpx.precision_report(gradient(loss, "float16"))(LAYERS, POINTS)
+    assert report.backward_half_share == 1
+    _, _, finite, got = eqx.filter_jit(gradient(loss, "float16"))(LAYERS, POINTS)
+    assert finite
+    assert relative(got, jax.grad(loss)(LAYERS, POINTS)) < TOLERANCES["float16"]
+
+
 def test_tangents_of_integers_in_a_loss():
     """The second argument of `ldexp` has a tangent of no numbers, which `partials` meets."""
 
