@@ -135,7 +135,9 @@ class Facts:
         a, b = step.inputs
         if KEPT_TERMS in scopes_of(step.eqn):
             return values
-        if any(self.level(x) == MASTER and self._is_wide(x) for x in (a, b)):
+        # Of a difference from parameters that a value is fitted to, little may be left.
+        adds = step.name not in tables.SUBTRACTIONS
+        if adds and any(self.level(x) == MASTER and self._is_wide(x) for x in (a, b)):
             return values
         signs = self.sign(a), self.sign(b)
         if step.name in tables.SUBTRACTIONS and signs[1] is not None:

@@ -95,6 +95,14 @@ MADE = {
     "its norm": lambda w: w / jnp.linalg.norm(w),
 }
 
+# Values near those of the network, of which each example has its own.
+NEAR = TARGETS + normal(25, (128, 8), 1e-3)
+
+
+def fitted(_, near, values):
+    return 1e3 * squared(values - near) + squared(jnp.sin(3 * values)) + jnp.mean(values**3)
+
+
 PROGRAMS = {
     "small residual": (
         lambda p, x, y: squared(network(p, x) - y),
@@ -108,6 +116,7 @@ PROGRAMS = {
         POINTS,
         POINTS[:48],
     ),
+    "fitted parameters": (lambda p, x: fitted(*p, network(p[0], x)), (LAYERS, NEAR), POINTS),
     **{f"made weights: {k}": (_made(make), LAYERS, POINTS) for k, make in MADE.items()},
     **{
         f"decision: {k}": (
@@ -118,7 +127,8 @@ PROGRAMS = {
         for k, f in DECISIONS.items()
     },
 }
-FAST = "small residual", "made weights: tril", "decision: where", "decision: a rule"
+FAST = "small residual", "fitted parameters", "made weights: tril"
+FAST += "decision: where", "decision: a rule"
 
 
 def gradient(loss, half, **options):
