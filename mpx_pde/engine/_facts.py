@@ -19,7 +19,7 @@ from jax.extend.core import JaxprEqn
 
 from ..program import _tables as tables
 from ..program._flat import Constant, Flat, Step, flatten
-from ..program._jaxpr import aval_of, bodies_of, scopes_of
+from ..program._jaxpr import aval_of, bodies_of, scopes_of, size_of
 from ._magnitudes import magnitudes
 from ._roles import is_wild
 from ._segments import is_light
@@ -240,11 +240,6 @@ def facts_of(flat: Flat, operand_facts: Sequence[Fact], half: np.dtype) -> Facts
     for step in flat.steps:
         facts._add(step)
     return facts
-
-
-def size_of(aval: Any) -> int:
-    """Returns the number of entries of an array. Sizes that are symbols count as 1."""
-    return math.prod(n for n in getattr(aval, "shape", ()) if isinstance(n, int))
 
 
 def region_of(eqn: JaxprEqn) -> str:

@@ -15,18 +15,9 @@ import numpy as np
 from ..program import _tables as tables
 from ..program._deviations import with_deviations_once
 from ..program._flat import Constant, Flat, Step, flatten, variables
-from ..program._jaxpr import bodies_of
+from ..program._jaxpr import bodies_of, size_of as entries_of
 from ..program._rebind import bodies_in, scan_counts
-from ._facts import (
-    COMPUTED,
-    CONSTANT,
-    DATA,
-    Fact,
-    Facts,
-    facts_of,
-    region_of,
-    size_of as entries_of,
-)
+from ._facts import COMPUTED, CONSTANT, DATA, Fact, Facts, facts_of, region_of
 from ._keeping import chosen, unrounded
 
 
