@@ -15,7 +15,8 @@ from ._calls import called
 _UNKNOWN_IN_HALF = re.compile(
     r"FFT input must be|"
     r"(?i:(unsupported|not supported|not implemented|does not accept|must be).*"
-    r"(dtype|float32|float64|complex))"
+    r"(dtype|float32|float64|complex))|"
+    r"dtype=\S+ is not supported"
 )
 
 # Errors of derivatives inside of the function, whose tangents or cotangents have another dtype.

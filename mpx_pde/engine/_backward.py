@@ -317,10 +317,10 @@ def value_and_pullback(
     with trace:
         closed, shapes = jax.make_jaxpr(fun, return_shape=True)(moving, fixed)
         program = flatten(without_checkpoints(closed), forward_mode=False)
-        facts = facts_of(program, operand_facts, by.half).of
+        facts = facts_of(program, operand_facts, by.half)
 
         def bind(step, operands):
-            in_full = any(facts[x].full or facts[x].beyond for x in step.variables)
+            in_full = any(facts.of[x].full or facts.beyond(x) for x in step.variables)
             eqn = with_products(step.eqn, precise) if in_full else step.eqn
             return bind_recorded(eqn, operands)
 

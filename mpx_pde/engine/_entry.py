@@ -24,12 +24,13 @@ from ..program._jaxpr import (
     equations_in,
     is_container,
     own_bind,
+    size_of,
     trace_arrays,
 )
 from ._backward import Precisions, value_and_pullback
 from ._custom import custom_in_compute_dtype, own_in_compute_dtype
 from ._derivatives import Derivatives, Scaled
-from ._facts import DATA, MASTER, Fact, size_of
+from ._facts import DATA, MASTER, Fact
 from ._products import Product
 from ._storage import RAW, Staged, Storage, typed
 from .taylor._jets import Jet, is_inexact

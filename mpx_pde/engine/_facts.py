@@ -19,7 +19,8 @@ from jax.extend.core import JaxprEqn
 
 from ..program import _tables as tables
 from ..program._flat import Constant, Flat, Step, flatten
-from ..program._jaxpr import aval_of, bodies_of, scopes_of
+from ..program._jaxpr import aval_of, bodies_of, scopes_of, size_of
+from ._magnitudes import magnitudes
 from ._roles import is_wild
 from ._segments import is_light
 from ._storage import WILD
@@ -47,8 +48,8 @@ class Fact(NamedTuple):
     - `level`: `MASTER`, `DATA` or `COMPUTED`.
     - `sign`: its sign, relative to a variable or to 1.
     - `full`: whether it depends on nothing but arrays that the user keeps in full, and constants.
-    - `beyond`: whether it may have the value of a constant that half precision cannot hold, or of a
-        derivative, which has any size once its scale is taken from it.
+    - `magnitude`: the power of two by which numbers may have enlarged it (see `magnitudes`);
+        infinite for a derivative, which has any size once its scale is taken from it.
     - `root`: the operand of the bounded function that this is a product or power of, if it is one.
         `1 - tanh(x)` is accurate in `x`, and not in `tanh(x)`.
     - `width`: the number of entries before it was broadcast.
@@ -59,7 +60,7 @@ class Fact(NamedTuple):
     root: int | None = None
     width: int = 1
     full: bool = False
-    beyond: bool = False
+    magnitude: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,10 +88,10 @@ class Facts:
         level = ft.reduce(operator.or_, map(self.level, step.variables), CONSTANT)
         again = self._operands_again(step, level)
         full = bool(step.variables) and all(self.of[x].full for x in step.variables)
-        sign, root, beyond = self._sign(step), self._root(step), self._is_beyond(step)
-        for k, v in zip(step.outputs, step.eqn.outvars, strict=True):
+        sign, root, sizes = self._sign(step), self._root(step), self._magnitudes(step)
+        for k, v, size in zip(step.outputs, step.eqn.outvars, sizes, strict=True):
             width = self._width(step, aval_of(v))
-            self.of[k] = Fact(level, sign, root, width, full, beyond)
+            self.of[k] = Fact(level, sign, root, width, full, size)
             self.made[k] = step
             if again is not None:
                 self.operands[k] = again
@@ -134,7 +135,9 @@ class Facts:
         a, b = step.inputs
         if KEPT_TERMS in scopes_of(step.eqn):
             return values
-        if any(self.level(x) == MASTER and self._is_wide(x) for x in (a, b)):
+        # Of a difference from parameters that a value is fitted to, little may be left.
+        adds = step.name not in tables.SUBTRACTIONS
+        if adds and any(self.level(x) == MASTER and self._is_wide(x) for x in (a, b)):
             return values
         signs = self.sign(a), self.sign(b)
         if step.name in tables.SUBTRACTIONS and signs[1] is not None:
@@ -166,23 +169,15 @@ class Facts:
             inner.level(x) < COMPUTED or x in inner.operands for s in flat.steps for x in s.outputs
         )
 
-    def _is_beyond(self, step: Step) -> bool:
-        """Returns whether half precision may be unable to hold a result."""
+    def _magnitudes(self, step: Step) -> Sequence[float]:
         if self.half == np.float16 and is_wild(step, self.wild):
             self.wild.update(dict.fromkeys(step.outputs, WILD))
-            return True
-        if step.name in tables.BOUNDED or step.name not in tables.ACCURATE | tables.ADDITIONS:
-            return False
-        limit = float(jnp.finfo(self.half).max)
-        large = lambda x: np.any(np.isfinite(x) & (np.abs(x) > limit))
-        numbers = (
-            x.value
-            for x in step.inputs
-            if isinstance(x, Constant)
-            and np.ndim(x.value) == 0
-            and jnp.issubdtype(x.aval.dtype, jnp.number)  # not the tangent of an integer
-        )
-        return any(self.of[x].beyond for x in step.variables) or any(map(large, numbers))
+            return [math.inf] * len(step.outputs)
+        return magnitudes(step, lambda x: self.of[x].magnitude)
+
+    def beyond(self, x: int) -> bool:
+        """Returns whether half precision may be unable to hold a value."""
+        return self.of[x].magnitude > _largest(self.half)
 
     # Signs and bounded functions.
 
@@ -231,6 +226,11 @@ _BOUNDED_TOO = tables.MOVES | tables.ADDITIONS | tables.MULTIPLICATIONS | tables
 """Operations whose result is bounded if their operands are."""
 
 
+@ft.cache
+def _largest(half: np.dtype) -> float:
+    return math.log2(float(jnp.finfo(half).max))
+
+
 def facts_of(flat: Flat, operand_facts: Sequence[Fact], half: np.dtype) -> Facts:
     """Returns the facts of a program whose operands have these facts."""
     facts = Facts(half)
@@ -240,11 +240,6 @@ def facts_of(flat: Flat, operand_facts: Sequence[Fact], half: np.dtype) -> Facts
     for step in flat.steps:
         facts._add(step)
     return facts
-
-
-def size_of(aval: Any) -> int:
-    """Returns the number of entries of an array. Sizes that are symbols count as 1."""
-    return math.prod(n for n in getattr(aval, "shape", ()) if isinstance(n, int))
 
 
 def region_of(eqn: JaxprEqn) -> str:

@@ -15,18 +15,9 @@ import numpy as np
 from ..program import _tables as tables
 from ..program._deviations import with_deviations_once
 from ..program._flat import Constant, Flat, Step, flatten, variables
-from ..program._jaxpr import bodies_of
+from ..program._jaxpr import bodies_of, size_of as entries_of
 from ..program._rebind import bodies_in, scan_counts
-from ._facts import (
-    COMPUTED,
-    CONSTANT,
-    DATA,
-    Fact,
-    Facts,
-    facts_of,
-    region_of,
-    size_of as entries_of,
-)
+from ._facts import COMPUTED, CONSTANT, DATA, Fact, Facts, facts_of, region_of
 from ._keeping import chosen, unrounded
 
 
@@ -84,7 +75,7 @@ def make_plan(
         # Rounding a number saves nothing.
         several = x in avals and entries_of(avals[x]) > 1
         real = several and jnp.issubdtype(avals[x].dtype, jnp.floating)
-        return real and fact.level >= DATA and not (fact.full or fact.beyond or x in exact)
+        return real and fact.level >= DATA and not (fact.full or facts.beyond(x) or x in exact)
 
     def size_of(x: int) -> int:
         if x not in avals:

@@ -87,8 +87,9 @@ class FullForward(AbstractUncast):
     advice: ClassVar = (
         "With `forward=` the forward pass stays in full, and of the backward pass the products of "
         "complex numbers, those for which the loss asks for a precision (as `FullPrecision` does), "
-        "those with arrays of `keep_full`, and the product in which derivatives by `partials` and "
-        "its kin meet the point."
+        "those with arrays of `keep_full`, those with values that numbers in the loss take beyond "
+        "float16's range, and the product in which derivatives by `partials` and its kin meet the "
+        "point."
     )
 
     @property

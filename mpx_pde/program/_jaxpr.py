@@ -5,6 +5,7 @@ They keep their knowledge of a value in a PyTree with it. Only this module and `
 JAX's containers are made.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -213,6 +214,11 @@ def inner_scope(eqn: JaxprEqn) -> tuple[str, ...]:
 def aval_of(atom: Any) -> Any:
     """Returns the type of a variable or literal. The type of an array has a shape and a dtype."""
     return atom.aval
+
+
+def size_of(aval: Any) -> int:
+    """Returns the number of entries of an array. Sizes that are symbols count as 1."""
+    return math.prod(n for n in getattr(aval, "shape", ()) if isinstance(n, int))
 
 
 def differentiable(atoms: Sequence) -> list[int]:

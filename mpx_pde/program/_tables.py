@@ -491,6 +491,11 @@ def power_of(name: str, params: Mapping[str, Any]) -> int | None:
     return {"square": 2, "integer_pow": params.get("y")}.get(name)
 
 
+def exponent_of(name: str, params: Mapping[str, Any]) -> float | int | None:
+    """Returns the number to whose power an operation raises its operand, if any."""
+    return {"sqrt": 1 / 2, "rsqrt": -1 / 2, "cbrt": 1 / 3}.get(name, power_of(name, params))
+
+
 assert set().union(*(row.traits for row in TABLE.values())) <= _used, "a trait that nothing reads"
 assert _used <= set().union(
     *({row.engine, row.precision, *row.traits} for row in TABLE.values())

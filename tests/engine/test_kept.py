@@ -95,6 +95,14 @@ MADE = {
     "its norm": lambda w: w / jnp.linalg.norm(w),
 }
 
+# Values near those of the network, of which each example has its own.
+NEAR = TARGETS + normal(25, (128, 8), 1e-3)
+
+
+def fitted(_, near, values):
+    return 1e3 * squared(values - near) + squared(jnp.sin(3 * values)) + jnp.mean(values**3)
+
+
 PROGRAMS = {
     "small residual": (
         lambda p, x, y: squared(network(p, x) - y),
@@ -108,6 +116,7 @@ PROGRAMS = {
         POINTS,
         POINTS[:48],
     ),
+    "fitted parameters": (lambda p, x: fitted(*p, network(p[0], x)), (LAYERS, NEAR), POINTS),
     **{f"made weights: {k}": (_made(make), LAYERS, POINTS) for k, make in MADE.items()},
     **{
         f"decision: {k}": (
@@ -118,7 +127,8 @@ PROGRAMS = {
         for k, f in DECISIONS.items()
     },
 }
-FAST = "small residual", "made weights: tril", "decision: where", "decision: a rule"
+FAST = "small residual", "fitted parameters", "made weights: tril"
+FAST += "decision: where", "decision: a rule"
 
 
 def gradient(loss, half, **options):
@@ -218,6 +228,33 @@ def test_a_mask_beyond_the_range_of_float16_is_no_overflow():
     _, _, finite, got = eqx.filter_jit(gradient(loss, "float16"))(WEIGHT, STATES)
     assert finite
     assert relative(got, jax.grad(loss)(WEIGHT, STATES)) < TOLERANCES["float16"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is done in half")  # an exponential asks for its precision
+def test_numbers_beyond_the_range_of_float16_in_products_of_matrices():
+    """The exponential of a matrix divides one polynomial of it by another, with coefficients up to
+    6.5e16, in a branch."""
+    params = WEIGHT[:16, :16], OTHER[:16, :16]
+
+    def loss(p, x):
+        return squared(jnp.tanh(x @ jax.scipy.linalg.expm(p[0] - p[0].T)) @ p[1] - x)
+
+    _, _, finite, got = eqx.filter_jit(gradient(loss, "float16"))(params, POINTS)
+    assert finite
+    assert relative(got, jax.grad(loss)(params, POINTS)) < TOLERANCES["float16"]
+
+
+def test_numbers_that_leave_again_keep_no_product_in_full():
+    def loss(p, x):
+        pressure = 1e5 * (1 + 0.1 * jax.nn.relu(x @ p[0] + p[1]))
+        return squared(jax.nn.relu((pressure / 1e5 - 1) @ p[2] + p[3]) @ p[4] - 1)
+
+    report = mpx.precision_report(gradient(loss, "float16"))(LAYERS, POINTS)
+    assert report.backward_half_share == 1
+    _, _, finite, got = eqx.filter_jit(gradient(loss, "float16"))(LAYERS, POINTS)
+    assert finite
+    assert relative(got, jax.grad(loss)(LAYERS, POINTS)) < TOLERANCES["float16"]
 
 
 def test_tangents_of_integers_in_a_loss():

@@ -226,6 +226,15 @@ def test_float32_beside_half_names_the_mend(behind, call):
     run(mpx.FullPrecision(linear, out_dtype="half"))
 
 
+def test_a_function_that_refuses_halves_names_the_mend():
+    """The message of the exponential of a matrix has the words in another order than others."""
+    loss = lambda w: jnp.sum(jax.scipy.linalg.expm(w))
+    with pytest.raises(TypeError, match="float16") as caught:
+        mpx.filter_grad(loss, mpx.NoOpLossScaling())(jnp.eye(2))
+    [note] = [n for n in caught.value.__notes__ if "filter_grad" in n]
+    assert "JAX has no such operation" in note
+
+
 ONES = jnp.ones(3)
 
 
