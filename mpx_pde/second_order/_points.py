@@ -80,6 +80,7 @@ class Points(eqx.Module):
         self.count, self.share, self.candidates = int(count), float(share), int(candidates)
         self.residual, self.faces, self.dtype = residual, tuple(faces), dtype
 
+    @eqx.filter_jit
     def __call__(self, model: PyTree, *, key: PRNGKeyArray) -> Float[Array, "count coords"]:
         """Draws points for a model."""
         chosen = round(self.share * self.count)
