@@ -52,11 +52,42 @@ def test_points_on_faces():
         ({"high": (0.0, 2.0)}, "`low` below `high`"),
         ({"share": 2.0}, "`share` from 0 to 1"),
         ({"faces": (2,)}, "axes from 0 to 1"),
+        ({"faces": 0}, "a tuple of axes"),
+        ({"high": 1.0}, "`low` below `high`"),
+        ({"high": (1.0, float("inf"))}, "one finite number"),
+        ({"count": 4.5}, "a `count` and `candidates`"),
+        ({"dtype": int}, "a floating-point `dtype`"),
     ],
 )
-def test_wrong_points(options, match):
+def test_wrong_points(options, match, unchecked_annotations):
     with pytest.raises(ValueError, match=match):
         mpx.Points(**{"low": (0.0, 0.0), "high": (1.0, 1.0), "count": 4, **options})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"), [("float16", 1e-4), ("float16", 1e4), ("float32", 1e25)]
+)
+def test_residuals_of_any_size_draw_points(dtype, size):
+    """Their squares are beyond the dtype. Three quarters are drawn where they are large."""
+    steep = lambda _, x: (jnp.where(x[0] < 0.5, 1.0, 3.0) * size).astype(dtype)
+    draw = mpx.Points((0.0,), (1.0,), 400, residual=steep, candidates=20)
+    drawn = draw(None, key=jax.random.key(1))[200:, 0]
+    assert 0.65 < jnp.mean(drawn > 0.5) < 0.85  # 0.75 with a standard deviation of 0.03
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+def test_residuals_that_tell_nothing_draw_other_points_than_the_even_ones(value):
+    draw = mpx.Points((0.0,), (1.0,), 40, residual=lambda _, x: jnp.full((), value))
+    drawn = draw(None, key=jax.random.key(1))
+    assert len(np.unique(drawn)) > 32  # of 20, one or two are even ones too
+
+
+def test_points_may_be_half():
+    even = mpx.Points((0.0, -1.0), (1.0, 3.0), 64)
+    half = mpx.Points((0.0, -1.0), (1.0, 3.0), 64, dtype="float16")(None, key=jax.random.key(1))
+    assert half.dtype == jnp.float16
+    want = np.asarray(even(None, key=jax.random.key(1)))
+    np.testing.assert_allclose(half.astype(jnp.float32), want, atol=2e-3)  # half an ulp of 3
 
 
 def test_limits_are_needed():
