@@ -17,7 +17,7 @@ def least_squares_solver(rtol: float, atol: float, **options: Any) -> Any:
     [`mpx_pde.LevenbergMarquardt`][].
 
     It minimizes what `optimistix.least_squares` is given, a function of `y` and `args` that returns
-    a PyTree of residuals. All residuals count as one example, so their Jacobian is held whole.
+    a PyTree of residuals. All residuals count as one example.
 
     ```python
     solver = mpx.contrib.least_squares_solver(1e-8, 1e-8, forward="float64", jacobian="bfloat16")

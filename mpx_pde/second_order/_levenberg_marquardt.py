@@ -73,7 +73,8 @@ class LevenbergMarquardtState(eqx.Module):
     @property
     def choice(self) -> Choice | None:
         """Returns the method of the last step and why it was taken; `None` before the first."""
-        index, rows, parameters = (int(x) for x in self.system)
+        # The members of an ensemble have one size.
+        index, rows, parameters = np.reshape(self.system, (-1, 3))[0].tolist()
         return None if index < 0 else chosen(*self.asked, rows, parameters)
 
     def __repr__(self) -> str:
