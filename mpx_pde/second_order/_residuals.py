@@ -70,11 +70,11 @@ class Residuals(eqx.Module):
             out.append(jnp.ravel(r.astype(self.dtype)) * (1 / math.sqrt(length)))
         return jnp.concatenate(out)
 
-    def sizes(self, params: PyTree, static: PyTree, batches: tuple) -> list[int]:
-        """Returns the number of entries that each residual has at one example."""
+    def shapes(self, params: PyTree, static: PyTree, batches: tuple) -> list[jax.ShapeDtypeStruct]:
+        """Returns the shape and the dtype that each residual has at one example."""
         first = lambda batch: jtu.tree_map(lambda x: jnp.asarray(x)[0], batch)
         return [
-            jax.eval_shape(ft.partial(self._residual, fun, params, static), first(batch)).size
+            jax.eval_shape(ft.partial(self._residual, fun, params, static), first(batch))
             for fun, batch in zip(self.functions, batches, strict=True)
         ]
 
@@ -205,6 +205,7 @@ class Linearized:
                 "stack the examples along the leading axis, and leave squares and means to the "
                 "optimizer. If it is meant, filter `mpx_pde.PrecisionWarning`."
             )
+        self._tell_narrow()
         self._transposed = jax.linear_transpose(self.push, self.start)
 
     @property
@@ -237,9 +238,26 @@ class Linearized:
         return rows, of.blocks(self.batches, self.sizes, count)
 
     @ft.cached_property
+    def _shapes(self) -> list[jax.ShapeDtypeStruct]:
+        return self.residuals.shapes(self.params, self.static, self.batches)
+
+    @property
     def sizes(self) -> list[int]:
         """Returns the number of entries that each residual has at one example."""
-        return self.residuals.sizes(self.params, self.static, self.batches)
+        return [x.size for x in self._shapes]
+
+    def _tell_narrow(self) -> None:
+        """Warns of residuals that return a narrower dtype than `forward`."""
+        wide = self.residuals.dtype
+        narrow = {x.dtype for x in self._shapes if x.size and x.dtype.itemsize < wide.itemsize}
+        if narrow:
+            names = " and ".join(sorted(x.name for x in narrow))
+            warn_user(
+                f"`{CALL}.update` got residuals in {names}, although `forward` is "
+                f"{wide.name!r}: a loss below their rounding is never reached. Something in them "
+                f"casts what it returns, or they do not depend on the model. Return {wide.name}. "
+                "If it is meant, filter `mpx_pde.PrecisionWarning`."
+            )
 
     @property
     def longest(self) -> int:

@@ -342,6 +342,12 @@ def test_a_network_is_trained_below_the_rounding_of_half(jacobian):
     assert relative(jax.vmap(model)(POINTS)[:, 0], jnp.sin(jnp.pi * POINTS[:, 0])) < 2e-3
 
 
+def test_a_residual_that_is_not_finite_keeps_the_scale_of_a_float16_jacobian():
+    optimizer = mpx.LevenbergMarquardt(lambda w, x: w * x - 1, jacobian="float16", method="primal")
+    w, state = first_step(optimizer, jnp.ones(()), jnp.array([1.0, jnp.nan]))
+    assert (w, state.taken, state.scaling.loss_scaling) == (1.0, False, 1.0)
+
+
 def test_a_float16_jacobian_that_is_not_finite_lowers_its_scale_alone():
     optimizer = mpx.LevenbergMarquardt(lambda w, x: jnp.sqrt(w[0]) * x - 1, jacobian="float16")
     w = jnp.zeros(1)
@@ -349,6 +355,33 @@ def test_a_float16_jacobian_that_is_not_finite_lowers_its_scale_alone():
     after, new = first_step(optimizer, w, jnp.ones(3))
     assert new.scaling.loss_scaling == 0.5
     assert tree_equal_bits((after, new.damping, new.growth), (w, state.damping, state.growth))
+
+
+@pytest.mark.slow
+def test_residuals_below_their_precision_are_told():
+    """One that casts its result, beside one without entries. The loss ends at 3e-10."""
+    fit = lambda w, x: (jnp.tanh(w * x).sum() - x[0]).astype(jnp.float32)
+    none = lambda w, x: jnp.zeros(0, jnp.float32)
+    with jax.enable_x64(True):
+        optimizer = mpx.LevenbergMarquardt((fit, none), forward="float64")
+        points = jnp.linspace(0.0, 1.0, 8).reshape(4, 2)
+        with pytest.warns(mpx.PrecisionWarning, match="residuals in float32, although `forward`"):
+            first_step(optimizer, jnp.ones(2), (points, points))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forwards", [("float32", "float64"), ("float64", "float32")])
+def test_a_state_goes_on_in_another_precision(forwards):
+    with jax.enable_x64(True):
+        w, points = jnp.array([0.5, 2.0], "float64"), np.linspace(0.0, 1.0, 6).reshape(3, 2)
+        residual = lambda w, x: jnp.exp(w @ x.astype(w.dtype)) - 1
+        first, then = (mpx.LevenbergMarquardt(residual, forward=x, method="dual") for x in forwards)
+        w, state = first_step(first, w, points)
+        after, state = updated(then, w, state, points)
+    assert state.taken
+    assert state.loss.dtype == state.damping.dtype == state.growth.dtype == forwards[1]
+    want = np.mean((np.exp(points @ np.asarray(after)) - 1) ** 2)
+    np.testing.assert_allclose(state.loss, want, rtol=1e-4)  # of float32, near a loss of zero
 
 
 def test_parameters_below_the_precision_of_the_residual_are_told():
