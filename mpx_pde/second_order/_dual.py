@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int32
 
 from ..precision._tree import select_tree
 from ._choice import leading_in_dual
-from ._gram import WIDE, Lower, Reflector, in_two_blocks, product_of_rows
+from ._gram import PATIENCE, WIDE, Lower, Reflector, in_two_blocks, product_of_rows
 from ._residuals import Linearized
 from ._search import CLOSE, Solve
 
@@ -335,14 +335,17 @@ def dual_conjugate_gradients(
 
     The iterations end after `most` of them, or once the quadratic model of `x` is within `close` of
     its fall so far from its minimum. What is left to it is `rᵀ J Jᵀ (J Jᵀ + damping)⁻¹ r`, at most
-    `rᵀ r`, for `r = b - (J Jᵀ + damping) y`.
+    `rᵀ r`, for `r = b - (J Jᵀ + damping) y`. They also end after `PATIENCE` of them if the fall is
+    below the rounding of `bᵀ b`.
     """
-    tiny = jnp.finfo(b.dtype).tiny
+    tiny, least = jnp.finfo(b.dtype).tiny, jnp.finfo(b.dtype).eps * (b @ b)
 
-    def left(x, r, w):
+    def left(i, x, r, w):
         """Returns whether the model may fall by more than the share `close` of its fall so far."""
         fell = b @ b - (b - w) @ (b - w) - damping * (x @ x)
-        return r @ r > close * jnp.maximum(fell, 0)
+        enough = r @ r > close * jnp.maximum(fell, 0)
+        # Three products of `b`, each with a rounding of its own, and their sum.
+        return enough & ((i < PATIENCE) | (fell > 4 * least))
 
     def again(carry):
         _, i, x, r, w, z, p = carry
@@ -357,7 +360,7 @@ def dual_conjugate_gradients(
             beta = jnp.maximum(better @ (new - r), 0) / jnp.maximum(r @ z, tiny)
             return better, better + beta * p
 
-        more = (i < most) & left(x, new, w)
+        more = (i < most) & left(i, x, new, w)
         z, p = lax.cond(more, turned, lambda: (z, p))
         return more, i, x, new, w, z, p
 

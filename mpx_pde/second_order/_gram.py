@@ -27,6 +27,10 @@ Gram matrix of a narrow Jacobian is factorized in `_STEPS` steps by split produc
 _SURE = 1e-4
 """The factor on `close` for estimates by the preconditioner, which may not see all that is left."""
 
+PATIENCE = 8
+"""The number of conjugate gradients after which a solve ends if the fall of the quadratic model is
+below the rounding of the loss, as where a residual that does not vanish is at its minimum."""
+
 _Product = Callable[[Float[Array, " _"]], Float[Array, " _"]]
 
 _OVER_ROWS = (((0,), (0,)), ((), ()))
@@ -414,11 +418,12 @@ def conjugate_gradients(
     The iterations end after `most` of them, or once the quadratic model falls by less than `close`
     of its fall so far, divided by the number of the iteration (Nash and Nocedal, *A numerical study
     of the limited memory BFGS method and the truncated-Newton method*, SIAM J. Optim. 1, 1991).
-    They also end if, by the preconditioner, less than `_SURE * close` of that fall is left, or if
-    `s` is below the rounding of `Jᵀ b`, by `squares`, the squared norms of the columns of `J`.
+    They also end if, by the preconditioner, less than `_SURE * close` of that fall is left, if `s`
+    is below the rounding of `Jᵀ b`, by `squares`, the squared norms of the columns of `J`, or after
+    `PATIENCE` of them if the fall is below the rounding of `bᵀ b`.
     """
     tiny, eps = jnp.finfo(b.dtype).tiny, jnp.finfo(b.dtype).eps
-    norms = jnp.sqrt(squares).astype(b.dtype)
+    norms, least = jnp.sqrt(squares).astype(b.dtype), eps * (b @ b)
 
     def going(carry):
         more, i, _, b, s, _, gamma, total = carry
@@ -440,6 +445,7 @@ def conjugate_gradients(
             return new, z + beta * p, new @ z
 
         more = (i < most) & (i.astype(total.dtype) * fell > close * total)
+        more &= (i < PATIENCE) | (total > least)
         s, p, gamma = lax.cond(more, turned, lambda: (s, p, gamma))
         return more, i, x, b, s, p, gamma, total
 

@@ -73,7 +73,8 @@ class LevenbergMarquardtState(eqx.Module):
     @property
     def choice(self) -> Choice | None:
         """Returns the method of the last step and why it was taken; `None` before the first."""
-        index, rows, parameters = (int(x) for x in self.system)
+        # The members of an ensemble have one size.
+        index, rows, parameters = np.reshape(self.system, (-1, 3))[0].tolist()
         return None if index < 0 else chosen(*self.asked, rows, parameters)
 
     def __repr__(self) -> str:
@@ -306,7 +307,15 @@ class LevenbergMarquardt(eqx.Module):
                 "all members. Map this call over the state too, or take that of a member."
             )
         batches = self._each(batches)
-        state = dataclasses.replace(state, asked=self._asked)
+        # That of an optimizer with another `forward` has another dtype.
+        number = lambda x: x.astype(self._dtype)
+        state = dataclasses.replace(
+            state,
+            loss=number(state.loss),
+            damping=number(state.damping),
+            growth=number(state.growth),
+            asked=self._asked,
+        )
         choice = self.choice(model, batches)
         most = examples_at_a_time(choice.parameters) if choice.method == "low_rank" else None
         at = Linearized(self._residuals, model, batches, state.scaling, most=most)
@@ -388,12 +397,14 @@ class LevenbergMarquardt(eqx.Module):
         scaled = self.jacobian == "float16" and choice.method == "primal"
         tracked = leading is not None and (self._narrow or choice.method == "low_rank")
         size = METHODS.index(choice.method), choice.rows, choice.parameters
+        if scaled:  # a residual that is not finite tells nothing of the scale
+            scaling = select_tree(search.evaluated, scaling.adjust(search.finite), scaling)
         first = dataclasses.replace(
             state,
             loss=search.loss,
             taken=jnp.zeros_like(state.taken),
             iterations=jnp.zeros_like(state.iterations),
-            scaling=scaling.adjust(search.finite) if scaled else scaling,
+            scaling=scaling,
             leading=search.system.next_leading() if tracked else leading,
             system=jnp.asarray(size, jnp.int32),
         )

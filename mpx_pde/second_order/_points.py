@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._util._types import PyTree
+from ..precision._dtypes import is_integer, is_real, wide
 
 
 class Points(eqx.Module):
@@ -59,27 +60,42 @@ class Points(eqx.Module):
         - `faces`: axes; points lie on the two faces of the box across each of them, in turn.
         - `dtype`: the dtype of the points, by default float64 if 64-bit types are enabled.
 
-        **Raises:** `ValueError` for corners that are not in order or not of one length, a `count`
-        or `candidates` below 1, a `share` outside of 0 to 1, and axes that the box does not have.
+        **Raises:** `ValueError` for corners that are not in order, not finite or not of one length,
+        a `count` or `candidates` that is not an integer of at least 1, a `share` outside of 0 to 1,
+        axes that the box does not have, and a `dtype` that is not floating-point; `TypeError` for a
+        `residual` that is not a function.
         """
-        self.low, self.high = tuple(map(float, low)), tuple(map(float, high))
-        if len(self.low) != len(self.high) or not all(map(np.less, self.low, self.high)):
+        corners = [np.atleast_1d(np.asarray(x, dtype=float)) for x in (low, high)]
+        ordered = len({x.shape for x in corners}) == 1 and corners[0].size > 0
+        if not ordered or not np.all(corners[0] < corners[1]) or not np.all(np.isfinite(corners)):
             raise ValueError(
-                f"`Points` needs `low` below `high`, one number for each coordinate, but got "
-                f"{self.low} and {self.high}."
+                "`Points` needs `low` below `high`, one finite number for each coordinate, but "
+                f"got {low!r} and {high!r}."
             )
-        if count < 1 or candidates < 1 or not 0 <= share <= 1:
+        numbers = all(is_integer(x) and x >= 1 for x in (count, candidates))
+        if not numbers or not (is_real(share) and 0 <= share <= 1):
             raise ValueError(
                 f"`Points` needs a `count` and `candidates` of at least 1 and a `share` from 0 to "
                 f"1, but got {count!r}, {candidates!r} and {share!r}."
             )
-        if not all(0 <= axis < len(self.low) for axis in faces):
+        axes = faces if isinstance(faces, Sequence) else None
+        if axes is None or not all(0 <= axis < corners[0].size for axis in axes):
             raise ValueError(
-                f"`Points` needs axes from 0 to {len(self.low) - 1} as `faces`, but got {faces!r}."
+                f"`Points` needs a tuple of axes from 0 to {corners[0].size - 1} as `faces`, but "
+                f"got {faces!r}."
             )
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise ValueError(f"`Points` needs a floating-point `dtype`, but got {dtype!r}.")
+        if residual is not None and not callable(residual):
+            raise TypeError(
+                "`Points` takes a function of the model and one point as `residual`, but got "
+                f"{residual!r}."
+            )
+        self.low, self.high = (tuple(x.ravel().tolist()) for x in corners)
         self.count, self.share, self.candidates = int(count), float(share), int(candidates)
         self.residual, self.faces, self.dtype = residual, tuple(faces), dtype
 
+    @eqx.filter_jit
     def __call__(self, model: PyTree, *, key: PRNGKeyArray) -> Float[Array, "count coords"]:
         """Draws points for a model."""
         chosen = round(self.share * self.count)
@@ -88,15 +104,17 @@ class Points(eqx.Module):
         even_key, noise_key = jax.random.split(key)
         points = self._even(even_key, self.candidates * self.count)
         residuals = jax.vmap(self.residual, (None, 0))(model, points)
-        size = jnp.sum(jnp.square(residuals.reshape(len(points), -1)), axis=1)
+        size = _lengths(residuals.reshape(len(points), -1))
         noise = jax.random.gumbel(noise_key, size.shape, size.dtype)
-        # The largest sums with Gumbel noise are drawn without replacement, in proportion to `size`.
-        weight = jnp.where(jnp.isfinite(size), jnp.log(size) / 2, -jnp.inf) + noise
+        # The largest sums with Gumbel noise are drawn without replacement, in proportion to `size`,
+        # and by chance where it is zero.
+        weight = jnp.log(jnp.maximum(size, jnp.finfo(size.dtype).tiny)) + noise
         _, drawn = jax.lax.top_k(weight, chosen)
         return jnp.concatenate([points[: self.count - chosen], points[drawn]])
 
     def _even(self, key: PRNGKeyArray, count: int) -> Float[Array, "count coords"]:
-        dtype, axes = jax.dtypes.canonicalize_dtype(self.dtype), len(self.low)
+        asked, axes = jax.dtypes.canonicalize_dtype(self.dtype), len(self.low)
+        dtype = wide(asked)  # half precision has no number as large as an index
         low, high = jnp.asarray(self.low, dtype), jnp.asarray(self.high, dtype)
         ratio = np.roots([1, *[0] * (axes - 1), -1, -1]).real.max()
         steps = (ratio ** -np.arange(1.0, axes + 1) * 2**32).astype(np.uint32)
@@ -110,4 +128,13 @@ class Points(eqx.Module):
             mine = np.arange(count) % len(self.faces) == i
             ends = jnp.where(jnp.asarray(face == 0), low[axis], high[axis])
             points = points.at[:, axis].set(jnp.where(jnp.asarray(mine), ends, points[:, axis]))
-        return points
+        return points.astype(asked)
+
+
+def _lengths(x: Array) -> Float[Array, " rows"]:
+    """Returns the lengths of rows, relative to the largest entry: squares leave the range of half
+    precision. What is not finite counts as zero."""
+    x = jnp.abs(x.astype(wide(x.dtype)))
+    x = jnp.where(jnp.all(jnp.isfinite(x), axis=1, keepdims=True), x, 0.0)
+    largest = jnp.max(x, initial=0.0)
+    return jnp.linalg.norm(x / jnp.where(largest > 0, largest, 1.0), axis=1)

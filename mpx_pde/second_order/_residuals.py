@@ -70,33 +70,40 @@ class Residuals(eqx.Module):
             out.append(jnp.ravel(r.astype(self.dtype)) * (1 / math.sqrt(length)))
         return jnp.concatenate(out)
 
-    def sizes(self, params: PyTree, static: PyTree, batches: tuple) -> list[int]:
-        """Returns the number of entries that each residual has at one example."""
+    def shapes(self, params: PyTree, static: PyTree, batches: tuple) -> list[jax.ShapeDtypeStruct]:
+        """Returns the shape and the dtype that each residual has at one example."""
         first = lambda batch: jtu.tree_map(lambda x: jnp.asarray(x)[0], batch)
         return [
-            jax.eval_shape(ft.partial(self._residual, fun, params, static), first(batch)).size
+            jax.eval_shape(ft.partial(self._residual, fun, params, static), first(batch))
             for fun, batch in zip(self.functions, batches, strict=True)
         ]
 
-    def blocks(self, batches: tuple, count: int) -> tuple[tuple, tuple]:
-        """Deals the examples out into `count` blocks. Returns these, stacked along a leading axis,
-        and the weights of their residuals, which are 0 for examples that fill up."""
+    def blocks(self, batches: tuple, sizes: list[int], count: int) -> tuple[tuple, tuple, tuple]:
+        """Deals the residuals out into `count` blocks, whole examples or parts of the `sizes`
+        entries at each. Returns examples, the weights of their residuals, which are 0 where they
+        fill up, and the entries, or `None` for all. These are stacked along a leading axis.
+        """
 
-        def split(batch):
+        def split(batch, size):
             length = length_of(batch)
-            each = math.ceil(length / count)
-            index = jnp.arange(count * each)
-            weight = jnp.where(index < length, 1 / math.sqrt(length), 0.0).astype(self.dtype)
-            return _in_blocks(batch, count), dealt(weight, count)
+            parts, each = parts_of(length, size, count)
+            index = jnp.arange(math.ceil(length * parts / count) * count)
+            weight = jnp.where(index < length * parts, 1 / math.sqrt(length), 0.0)
+            entries = None
+            if parts > 1:
+                entries = (index % parts * each)[:, None] + jnp.arange(each)[None]
+                entries = dealt(entries, count)
+            examples = _in_blocks(batch, count, index // parts)
+            return examples, dealt(weight.astype(self.dtype), count), entries
 
-        batches, weights = zip(*map(split, batches), strict=True)
-        return batches, weights
+        examples, weights, entries = zip(*map(split, batches, sizes), strict=True)
+        return examples, weights, entries
 
     def rows(
-        self, params: PyTree, static: PyTree, scaling: DynamicLossScaling, batches: tuple, weights
+        self, params: PyTree, static: PyTree, scaling: DynamicLossScaling, block: tuple
     ) -> Float[Array, "rows parameters"]:
-        """Returns the rows of the Jacobian that belong to a block."""
-        args = (params, static, scaling, batches, weights)
+        """Returns the rows of the Jacobian that belong to a block, one of `blocks`."""
+        args = (params, static, scaling, block)
         if not self._half or not traced(args):  # in eager mode there is no program to check
             return self._linearized(*args)
         with named(CALL):
@@ -114,23 +121,25 @@ class Residuals(eqx.Module):
         return self.jacobian in ("float16", "bfloat16")
 
     def _linearized(
-        self, params: PyTree, static: PyTree, scaling: DynamicLossScaling, batches: tuple, weights
+        self, params: PyTree, static: PyTree, scaling: DynamicLossScaling, block: tuple
     ) -> Float[Array, "rows parameters"]:
         scale, dtype = scaling.loss_scaling, self.jacobian_dtype  # 1 except for float16
         jacs = []
-        for fun, batch, weight in zip(self.functions, batches, weights, strict=True):
+        for fun, *parts in zip(self.functions, *block, strict=True):
 
-            def one(x, weight, fun=fun):
+            def one(x, weight, entries, fun=fun):
                 r, pull = self._pulled(fun, params, static, x)
-                seeds = jnp.eye(r.size, dtype=r.dtype) * scale.astype(r.dtype)
+                entries = jnp.arange(r.size) if entries is None else entries
+                # Zero for what fills up, an entry behind the last.
+                seeds = jax.nn.one_hot(entries, r.size, dtype=r.dtype) * scale.astype(r.dtype)
                 (pulled,) = jax.vmap(pull)(seeds)
-                rows = lambda g: g.reshape(r.size, math.prod(g.shape[1:]))  # `g` may be empty
+                rows = lambda g: g.reshape(len(g), math.prod(g.shape[1:]))  # `g` may be empty
                 flat = [rows(g).astype(dtype) for g in jtu.tree_leaves(pulled)]
                 return jnp.concatenate(flat, axis=1) * weight.astype(dtype)
 
             # As a context of the whole program, `highest` would apply to half products too.
             with nullcontext() if self._half else jax.default_matmul_precision("highest"):
-                jac = jax.vmap(one)(batch, weight)
+                jac = jax.vmap(one)(*parts)
             jacs.append(jac.reshape(-1, jac.shape[-1]))
         return jnp.concatenate(jacs) / scale.astype(dtype)
 
@@ -196,6 +205,7 @@ class Linearized:
                 "stack the examples along the leading axis, and leave squares and means to the "
                 "optimizer. If it is meant, filter `mpx_pde.PrecisionWarning`."
             )
+        self._tell_narrow()
         self._transposed = jax.linear_transpose(self.push, self.start)
 
     @property
@@ -223,38 +233,80 @@ class Linearized:
         of = of if jacobian is None else Residuals(of.functions, of.forward, jacobian)
 
         def rows(block):
-            return of.rows(self.params, self.static, self.scaling, *block)
+            return of.rows(self.params, self.static, self.scaling, block)
 
-        return rows, of.blocks(self.batches, count)
+        return rows, of.blocks(self.batches, self.sizes, count)
+
+    @ft.cached_property
+    def _shapes(self) -> list[jax.ShapeDtypeStruct]:
+        return self.residuals.shapes(self.params, self.static, self.batches)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Returns the number of entries that each residual has at one example."""
+        return [x.size for x in self._shapes]
+
+    def _tell_narrow(self) -> None:
+        """Warns of residuals that return a narrower dtype than `forward`."""
+        wide = self.residuals.dtype
+        narrow = {x.dtype for x in self._shapes if x.size and x.dtype.itemsize < wide.itemsize}
+        if narrow:
+            names = " and ".join(sorted(x.name for x in narrow))
+            warn_user(
+                f"`{CALL}.update` got residuals in {names}, although `forward` is "
+                f"{wide.name!r}: a loss below their rounding is never reached. Something in them "
+                f"casts what it returns, or they do not depend on the model. Return {wide.name}. "
+                "If it is meant, filter `mpx_pde.PrecisionWarning`."
+            )
 
     @property
     def longest(self) -> int:
-        """Returns the largest number of examples of a residual."""
-        return max(map(length_of, self.batches))
+        """Returns the largest number of rows of a residual."""
+        return max(length_of(x) * size for x, size in zip(self.batches, self.sizes, strict=True))
 
     def order(self, count: int) -> np.ndarray:
         """Returns the place in `r` of each row of `count` blocks. Rows that fill up get the place
         behind the last."""
-        sizes = self.residuals.sizes(self.params, self.static, self.batches)
-        begin, parts = 0, []
-        for size, batch in zip(sizes, self.batches, strict=True):
+        begin, places = 0, []
+        for size, batch in zip(self.sizes, self.batches, strict=True):
             length = length_of(batch)
-            each = math.ceil(length / count)
-            example = np.arange(count * each).reshape(each, count).T  # as `dealt` deals
-            place = begin + example[..., None] * size + np.arange(size)
-            place = np.where(example[..., None] < length, place, self.r.size)
-            parts.append(place.reshape(count, each * size))
+            parts, each = parts_of(length, size, count)
+            unit = np.arange(math.ceil(length * parts / count) * count)
+            unit = unit.reshape(-1, count).T[..., None]  # as `dealt` deals
+            example, entry = unit // parts, unit % parts * each + np.arange(each)
+            place = np.where(
+                (example < length) & (entry < size), begin + example * size + entry, self.r.size
+            )
+            places.append(place.reshape(count, -1))
             begin += length * size
-        return np.concatenate(parts, axis=1).ravel()
+        return np.concatenate(places, axis=1).ravel()
 
 
-def _in_blocks(batch: PyTree, count: int) -> PyTree:
-    """Deals the examples of a batch out into `count` blocks. The last example fills them up."""
+_FILL = 8
+"""Rows that fill up blocks may be one in so many."""
+
+
+def parts_of(length: int, size: int, count: int) -> tuple[int, int]:
+    """Returns in how many parts the `size` entries of a residual at one example are dealt out to
+    `count` blocks, and the entries of a part. Few examples in many blocks would fill most of them
+    up: takes the fewest parts for which one row in `_FILL` fills up."""
+    for parts in range(1, size):
+        each = math.ceil(size / parts)
+        units = length * math.ceil(size / each)
+        if math.ceil(units / count) * count * each * _FILL <= length * size * (_FILL + 1):
+            return units // length, each
+    return max(size, 1), min(size, 1)
+
+
+def _in_blocks(batch: PyTree, count: int, index: Array | None = None) -> PyTree:
+    """Deals the examples of a batch, or those at an `index`, out into `count` blocks. The last
+    example fills them up."""
     length = length_of(batch)
-    index = jnp.minimum(jnp.arange(math.ceil(length / count) * count), length - 1)
+    whole = math.ceil(length / count) * count
+    index = jnp.arange(whole) if index is None else index
 
     def pick(x):
-        return x if len(index) == length else x[index]
+        return x if len(index) == length else x[jnp.minimum(index, length - 1)]
 
     return jtu.tree_map(lambda x: dealt(pick(jnp.asarray(x)), count), batch)
 

@@ -15,8 +15,9 @@ from helpers import equations, line_here, relative, tree_equal_bits
 from jax.flatten_util import ravel_pytree
 
 import mpx_pde as mpx
-from mpx_pde.second_order import _dual, _primal
-from mpx_pde.second_order._residuals import Linearized
+from mpx_pde.second_order import _dual, _low_rank, _primal
+from mpx_pde.second_order._gram import PATIENCE
+from mpx_pde.second_order._residuals import Linearized, parts_of
 
 
 def first_step(optimizer, model, batch):
@@ -105,10 +106,94 @@ def test_blocks_of_points_take_the_same_step(jacobian, monkeypatch):
         np.testing.assert_allclose(several[1].loss, one[1].loss, rtol=rtol)
 
 
-def test_one_example_is_not_taken_several_times():
-    """A block has at least one example, however many entries its residual has."""
+def test_blocks_are_filled_by_parts_of_residuals():
+    """A block has rows that count, and at most an eighth more rows than these."""
     assert _primal.count(3000, 2000, 1) == 1
     assert _dual.cut(3000, 2000, 1, "float64") == (1, 1)
+    for length, size, count in ((1, 4096, 7), (6, 1000, 10), (100, 3, 48), (1000, 2, 9), (3, 0, 2)):
+        parts, each = parts_of(length, size, count)
+        assert parts * each >= size > (parts - 1) * each or size == 0
+        rows = -(-length * parts // count) * count * each
+        assert rows <= 9 / 8 * length * size
+    assert parts_of(5, 1, 3) == (1, 1)  # one number is in one part
+
+
+@pytest.mark.parametrize(
+    ("method", "jacobian"),
+    [
+        ("dual", "bfloat16"),
+        pytest.param("primal", "float32", marks=pytest.mark.slow),
+        pytest.param("dual", "float64", marks=pytest.mark.slow),
+        pytest.param("low_rank", "float64", marks=pytest.mark.slow),
+    ],
+)
+def test_a_residual_of_a_whole_grid_is_cut_into_blocks(method, jacobian, monkeypatch):
+    """One example of seven numbers beside nine examples of one, in blocks of four rows."""
+    grid, inside = jnp.linspace(-1.0, 1.0, 7), jnp.linspace(0.1, 0.8, 9)
+    net = lambda w, x: jnp.tanh(w["in"] * x) @ w["out"]
+    whole = lambda w, xs: jax.vmap(lambda x: net(w, x))(xs) - jnp.sin(xs)
+    one = lambda w, x: net(w, x) - jnp.cos(x)
+    keys = jax.random.split(jax.random.key(0))
+    with jax.enable_x64(True):
+        w = {
+            k: jax.random.normal(key, (8,), "float64")
+            for k, key in zip(("in", "out"), keys, strict=True)
+        }
+        grid, inside = grid.astype("float64"), inside.astype("float64")
+        options = {"forward": "float64", "jacobian": jacobian, "method": method, "damping": 1e-2}
+        # The loss is the mean over examples, so the sum over the grid counts as often.
+        sevenfold = lambda w, x: jnp.sqrt(7.0) * (net(w, x) - jnp.sin(x))
+        each = mpx.LevenbergMarquardt((sevenfold, one), **options)
+        want, told = first_step(each, w, (grid, inside))
+        for module in (_dual, _primal, _low_rank):
+            monkeypatch.setattr(module, "_BLOCK", 1)
+            monkeypatch.setattr(module, "_ROWS", 4)
+        monkeypatch.setattr(_dual, "_STRIP", 1)
+        monkeypatch.setattr(_dual, "_KERNELS", 6)
+        got, state = first_step(
+            mpx.LevenbergMarquardt((whole, one), **options), w, (grid[None], inside)
+        )
+    assert state.taken
+    rtol = 1e-8 if jacobian == "float64" and method != "low_rank" else 1e-3  # as a solve leaves
+    np.testing.assert_allclose(state.loss, told.loss, rtol=rtol)
+    for name in w:
+        np.testing.assert_allclose(got[name], want[name], rtol=rtol, atol=rtol)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "most"), [("dual", 8e9), ("low_rank", 2e9)])
+def test_the_jacobian_at_one_example_is_never_whole(method, most):
+    """Pulls a block of 4,096 entries at one example back through all of it. Pulled back at once,
+    they took 71 GB and 103 GB."""
+    with jax.enable_x64(True):
+        model = eqx.nn.MLP(2, 1, 256, 2, jnp.tanh, key=jax.random.key(0), dtype="float64")
+        residual = lambda model, points: jax.vmap(model)(points) - 1.0
+        optimizer = mpx.LevenbergMarquardt(residual, forward="float64", method=method)
+        arrays, static = eqx.partition((model, optimizer.init(model)), eqx.is_array)
+        update = lambda arrays, points: optimizer.update(*eqx.combine(arrays, static), points)
+        step = lambda arrays, points: eqx.filter(update(arrays, points), eqx.is_array)
+        memory = jax.jit(step).lower(arrays, jnp.ones((1, 4096, 2))).compile().memory_analysis()
+    assert memory.temp_size_in_bytes + memory.output_size_in_bytes < most
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["primal", "dual"])
+def test_a_solve_at_a_minimum_that_is_not_zero_takes_few_iterations(method):
+    """Each point has two values to fit. Without an end at the rounding of the loss, solves took a
+    hundred iterations there, and told of a Jacobian that is too narrow."""
+    with jax.enable_x64(True):
+        model = eqx.nn.MLP(2, "scalar", 8, 1, jnp.tanh, key=jax.random.key(0), dtype="float64")
+        points = jax.random.uniform(jax.random.key(1), (12, 2), "float64")
+        examples = jnp.concatenate([points] * 2), jnp.repeat(jnp.array([0.0, 1.0]), 12)
+        residual = lambda model, example: model(example[0]) - example[1]
+        options = {"forward": "float64", "jacobian": "float32", "method": method}
+        optimizer = mpx.LevenbergMarquardt(residual, **options)
+        step, state, most = eqx.filter_jit(optimizer.update), optimizer.init(model), 0
+        for _ in range(30):
+            model, state = step(model, state, examples)
+            most = max(most, int(state.iterations))
+    np.testing.assert_allclose(state.loss, 0.25, rtol=1e-12)
+    assert most <= PATIENCE
 
 
 def test_a_residual_may_be_empty_and_a_batch_named():
@@ -257,6 +342,12 @@ def test_a_network_is_trained_below_the_rounding_of_half(jacobian):
     assert relative(jax.vmap(model)(POINTS)[:, 0], jnp.sin(jnp.pi * POINTS[:, 0])) < 2e-3
 
 
+def test_a_residual_that_is_not_finite_keeps_the_scale_of_a_float16_jacobian():
+    optimizer = mpx.LevenbergMarquardt(lambda w, x: w * x - 1, jacobian="float16", method="primal")
+    w, state = first_step(optimizer, jnp.ones(()), jnp.array([1.0, jnp.nan]))
+    assert (w, state.taken, state.scaling.loss_scaling) == (1.0, False, 1.0)
+
+
 def test_a_float16_jacobian_that_is_not_finite_lowers_its_scale_alone():
     optimizer = mpx.LevenbergMarquardt(lambda w, x: jnp.sqrt(w[0]) * x - 1, jacobian="float16")
     w = jnp.zeros(1)
@@ -264,6 +355,33 @@ def test_a_float16_jacobian_that_is_not_finite_lowers_its_scale_alone():
     after, new = first_step(optimizer, w, jnp.ones(3))
     assert new.scaling.loss_scaling == 0.5
     assert tree_equal_bits((after, new.damping, new.growth), (w, state.damping, state.growth))
+
+
+@pytest.mark.slow
+def test_residuals_below_their_precision_are_told():
+    """One that casts its result, beside one without entries. The loss ends at 3e-10."""
+    fit = lambda w, x: (jnp.tanh(w * x).sum() - x[0]).astype(jnp.float32)
+    none = lambda w, x: jnp.zeros(0, jnp.float32)
+    with jax.enable_x64(True):
+        optimizer = mpx.LevenbergMarquardt((fit, none), forward="float64")
+        points = jnp.linspace(0.0, 1.0, 8).reshape(4, 2)
+        with pytest.warns(mpx.PrecisionWarning, match="residuals in float32, although `forward`"):
+            first_step(optimizer, jnp.ones(2), (points, points))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forwards", [("float32", "float64"), ("float64", "float32")])
+def test_a_state_goes_on_in_another_precision(forwards):
+    with jax.enable_x64(True):
+        w, points = jnp.array([0.5, 2.0], "float64"), np.linspace(0.0, 1.0, 6).reshape(3, 2)
+        residual = lambda w, x: jnp.exp(w @ x.astype(w.dtype)) - 1
+        first, then = (mpx.LevenbergMarquardt(residual, forward=x, method="dual") for x in forwards)
+        w, state = first_step(first, w, points)
+        after, state = updated(then, w, state, points)
+    assert state.taken
+    assert state.loss.dtype == state.damping.dtype == state.growth.dtype == forwards[1]
+    want = np.mean((np.exp(points @ np.asarray(after)) - 1) ** 2)
+    np.testing.assert_allclose(state.loss, want, rtol=1e-4)  # of float32, near a loss of zero
 
 
 def test_parameters_below_the_precision_of_the_residual_are_told():
@@ -357,3 +475,6 @@ def test_the_state_of_an_ensemble_is_told():
     state = jtu.tree_map(lambda x: jnp.stack([x, x]), optimizer.init(model))
     with pytest.raises(ValueError, match=r"`damping` has shape \(2,\)"):
         optimizer.update(model, state, jnp.ones((3, 2)))
+    assert "damping=[" in repr(state)
+    after = eqx.tree_at(lambda x: x.system, state, jnp.array([[0, 3, 2]] * 2))
+    assert "primal: a matrix of parameters²" in repr(after)
