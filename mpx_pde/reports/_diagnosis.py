@@ -25,6 +25,7 @@ from ..scaling._loss import NoOpLossScaling
 from ..scaling._probe import tap_p
 from ._cotangents import compared_cotangents
 from ._differences import magnified_differences
+from ._factorized import factorizations
 from ._fragile import fragile_calls
 from ._phases import rounded_phase
 from ._precision import PrecisionReport, arrays_closed_over, half_share_of, report_of
@@ -41,6 +42,7 @@ def diagnose(run: Callable, step: tuple, program: Program) -> None:
     _warn_of_sums(gradient, survey)
     if gradient.mode.casts:
         _warn_of_phases(gradient, survey)
+        _warn_of_factorizations(program.closed)
     if not isinstance(getattr(gradient.scaling, "loss", gradient.scaling), NoOpLossScaling):
         _warn_of_rules(program.closed)
     if gradient.mode.forward is None:
@@ -165,6 +167,19 @@ def _warn_of_functions(gradient: Any, survey: Survey) -> None:
             f"`{called()}`: {calls[0]}.{more} Cast its arguments by `astype(jnp.float32)`, or pass "
             f"{' or '.join(gradient.mode.alternatives)}. If its arguments are harmless, filter "
             "`mpx_pde.PrecisionWarning`."
+        )
+
+
+def _warn_of_factorizations(closed: ClosedJaxpr) -> None:
+    """Warns of factorizations in half precision. The step is traced, and the error of its
+    compiler will name no line."""
+    if calls := factorizations(closed):
+        more = f" So do {len(calls) - 1} other calls." if calls[1:] else ""
+        warn_user(
+            f"`{called()}`: {calls[0].line} factorizes or solves in {calls[0].dtype} "
+            f"(`{calls[0].name}`), which JAX cannot compile: it raises `NotImplementedError` "
+            f"without a line.{more} Cast the matrix by `astype(jnp.float32)` there, or pass "
+            "`forward='float32'` or `autocast=True`, which cast no arguments."
         )
 
 
