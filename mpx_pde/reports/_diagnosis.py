@@ -68,6 +68,12 @@ OF_JACOBIANS = (
 )
 
 
+_OF_COMPLEX = (
+    "Products of complex numbers have no half-precision form: write those of large arrays as "
+    "products of real and imaginary parts."
+)
+
+
 def checked(
     fun: Callable,
     args: tuple,
@@ -115,14 +121,22 @@ def _castable(report: PrecisionReport) -> float:
     return half_share_of(_of_numbers(report))
 
 
+_LEAST_REAL = 1 / 10
+"""The share of the work from which on products of real numbers are what half precision is for."""
+
+
 def _of_numbers(report: PrecisionReport) -> list[ProductRow]:
-    """Returns the products of real numbers, or those of complex numbers if there are none."""
-    real = [row for row in report.rows if row.real]
-    return real or [row for row in report.rows if not row.of_integers]
+    """Returns the products of real numbers, and those of complex numbers too if these are nearly
+    all of the work. They have no half-precision form."""
+    numbers = [row for row in report.rows if not row.of_integers]
+    real = [row for row in numbers if row.real]
+    work = [sum(row.flops for row in rows) for rows in (real, numbers)]
+    return real if real and work[0] >= _LEAST_REAL * work[1] else numbers
 
 
 def _text(report: PrecisionReport, dtype: np.dtype, advice: str, instead: str) -> str:
     row = next(x for x in _of_numbers(report) if not x.half)
+    advice = advice if row.real else _OF_COMPLEX
     count = sum(row.count for row in _of_numbers(report))
     return (
         f"`{called()}` was asked for {dtype.name}, but {100 * _castable(report):.0f}% of the work "

@@ -316,6 +316,24 @@ def test_advice_is_for_what_was_asked():
         assert "pass `autocast=True`" not in str(seen[0].message)
 
 
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("options", [{}, {"autocast": True}, {"forward": "float32"}])
+def test_complex_products_are_held_against_half_if_they_are_nearly_all_of_the_work(options):
+    def step(size):
+        def loss(w, x):
+            waves = jnp.exp(1j * jnp.arange(64.0 * size).reshape(64, size))
+            return jnp.mean(jnp.abs((x @ w) @ waves).astype("float32"))
+
+        return mpx.filter_grad(loss, mpx.DynamicLossScaling(), **options)
+
+    given = jnp.ones((64, 64)) / 64, jnp.ones((128, 64))
+    eqx.filter_eval_shape(step(16), *given)  # half of the work; warnings are errors
+    with pytest.warns(mpx.PrecisionWarning, match="of the work") as told:
+        eqx.filter_eval_shape(step(1024), *given)
+    says = "complex64, at", f"test_precision_report.py:{line_here(-8)}", "real and imaginary parts"
+    assert_tells(str(told[0].message), *says)
+
+
 @pytest.mark.slow
 def test_what_asks_for_values_runs_as_it_would():
     steps, scaling = jnp.array(3), mpx.DynamicLossScaling(2.0**8)
