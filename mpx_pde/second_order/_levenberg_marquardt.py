@@ -22,7 +22,7 @@ from ..precision._dtypes import check_choice, is_real
 from ..precision._forward import check_forward
 from ..precision._split import SPLIT_PRODUCTS
 from ..precision._tree import select_tree
-from ..program._warnings import PrecisionWarning
+from ..program._warnings import PrecisionWarning, warn_user
 from ..scaling._loss import DynamicLossScaling
 from ._checks import check_dampings, check_parameters, check_solver
 from ._choice import MEMORY, METHODS, Choice, chosen, leading_columns
@@ -380,6 +380,7 @@ class LevenbergMarquardt(eqx.Module):
             )
         options = {"solver": self.solver, "refinements": self.refinements}
         if method == "low_rank":
+            self._tell_wider()
             if leading is None:  # a state that another method began
                 leading = first_leading(columns, leading_columns(method, columns, self._narrow))
             return LowRank.sketched(at, leading, self.refinements)
@@ -388,6 +389,14 @@ class LevenbergMarquardt(eqx.Module):
             leading = first_leading(columns, 0, dtype)
         kind = Primal if method == "primal" else Dual
         return kind.summed(at, leading, **options)
+
+    def _tell_wider(self) -> None:
+        if self.jacobian not in _FORWARDS:
+            warn_user(
+                f"`LevenbergMarquardt` was asked for {self.jacobian}, but products with the "
+                "Jacobian in the low-rank method are float32: it forms no matrix that a half "
+                "precision could speed up. Pass `method='dual'`, or `jacobian='float32'`."
+            )
 
     def _begun(
         self, state: LevenbergMarquardtState, search: Search, choice: Choice

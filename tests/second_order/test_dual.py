@@ -1,5 +1,7 @@
 """Tests the systems for more parameters than residuals: dual and low rank."""
 
+from contextlib import nullcontext
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -257,6 +259,16 @@ def test_points_may_be_sharded():
 def test_wrong_methods(options, match):
     with pytest.raises(ValueError, match=match):
         mpx.LevenbergMarquardt(wave, **options)
+
+
+@pytest.mark.parametrize(("jacobian", "told"), [("bfloat16", True), ("float32", False)])
+def test_a_low_rank_jacobian_in_half_is_told_to_be_float32(jacobian, told):
+    w, batches = weights(dtype="float32"), examples(dtype="float32")
+    optimizer = mpx.LevenbergMarquardt((wave, edge), jacobian=jacobian, memory=1e3)
+    assert optimizer.choice(w, batches).method == "low_rank"
+    asked = "asked for bfloat16, but .* low-rank .* float32.*`method='dual'`"
+    with pytest.warns(mpx.PrecisionWarning, match=asked) if told else nullcontext():
+        eqx.filter_eval_shape(optimizer.update, w, optimizer.init(w), batches)
 
 
 @pytest.mark.slow
