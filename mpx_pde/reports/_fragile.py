@@ -47,7 +47,8 @@ _FUNCTIONS = {
 """The half types in which a function fails, and why, by the name of its primitive or of JAX's
 function."""
 
-_RIGHT = {"acosh", "asinh", "hypot", "sinc"} if jax.__version_info__ >= (0, 12) else set[str]()
+_MENDED = {"acosh", "asinh", "erfcx", "hypot", "sinc"}
+_RIGHT = _MENDED if jax.__version_info__ >= (0, 12) else set[str]()
 """Functions that the installed version of JAX has mended."""
 
 _INSIDE = {"lgamma": "betaln", "log": "rel_entr"}
