@@ -21,7 +21,7 @@ from ._lines import installed, line_of, site_of
 from ._tables import MIXED, PRODUCTS
 
 
-_HALVES = ("float16", "bfloat16")
+HALVES = ("float16", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _tensorfloat32(eqn: JaxprEqn) -> bool:
     precision, or TF32 by name. Among the library's own products only those in TF32 do.
     """
     dtypes = {aval_of(v).dtype.name for v in eqn.invars[:2]}
-    if not (dtypes & {"float32", "complex64"} and dtypes <= {"complex64", "float32", *_HALVES}):
+    if not (dtypes & {"float32", "complex64"} and dtypes <= {"complex64", "float32", *HALVES}):
         return False
     if eqn.primitive.name in MIXED:
         return SPLIT_PRODUCTS.get(eqn.params.get("algorithm") or "") is _TF32

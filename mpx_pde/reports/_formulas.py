@@ -9,11 +9,9 @@ from jax.extend.core import JaxprEqn
 from ..program import _tables as tables
 from ..program._flat import Constant, Step
 from ..program._jaxpr import aval_of, close, contains, jaxprs_in
-from ..program._products import is_half_product
+from ..program._products import HALVES, is_half_product
 from ._survey import FUNCTIONS, Seen
 
-
-HALVES = ("float16", "bfloat16")
 
 _CANCELLED = (
     "little of the difference is left where a mean is several times as large as the deviations "
@@ -58,7 +56,7 @@ def formulas(step: Step, origins: "Origins") -> Iterator[tuple[str, str]]:
 
 
 class _Origin(NamedTuple):
-    """Where an array comes from, but for moves, casts, signs and numbers that it is multiplied by.
+    """The origin of an array, but for moves, casts, signs and numbers that it is multiplied by.
 
     **Attributes:**
 
@@ -73,7 +71,7 @@ class _Origin(NamedTuple):
 
 
 class Origins:
-    """Where the arrays of a program come from."""
+    """The origins of the arrays of a program."""
 
     def __init__(self) -> None:
         self._made: dict[int, Step] = {}

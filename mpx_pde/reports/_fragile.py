@@ -8,7 +8,8 @@ from jax.extend.core import JaxprEqn
 
 from ..program._jaxpr import bodies_of
 from ..program._lines import is_of_jax, line_of
-from ._formulas import FORMULAS, HALVES, Origins, dtype_of, formulas
+from ..program._products import HALVES
+from ._formulas import FORMULAS, Origins, dtype_of, formulas
 from ._survey import Survey
 
 

@@ -142,7 +142,7 @@ def test_examples_that_are_passed_are_those_of_a_continued_run(tmp_path):
 
 @pytest.mark.slow
 def test_draws_may_differ_in_number_and_in_kind(tmp_path):
-    """Of two residuals one has points that stay. The model has a key, which is no parameter."""
+    """Two residuals, one with points that stay, and a model with a key, which is no parameter."""
     model = {**weights(), "key": jax.random.key(1)}
     numbers = []
 
