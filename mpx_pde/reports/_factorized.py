@@ -5,10 +5,11 @@ from typing import NamedTuple
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from ..precision._dtypes import is_half
 from ..program import _tables as tables
-from ..program._jaxpr import aval_of, bodies_of, close, jaxprs_in
+from ..program._jaxpr import bodies_of, close, jaxprs_in
 from ..program._lines import line_of
+from ..program._products import HALVES
+from ._formulas import dtype_of
 
 
 _COMPILED = {"triangular_solve", "custom_linear_solve"}
@@ -30,9 +31,8 @@ def factorizations(closed: ClosedJaxpr) -> list[Factorized]:
 
 def _factorizations(closed: ClosedJaxpr, around: tuple[JaxprEqn, ...]) -> Iterator[Factorized]:
     for eqn in closed.jaxpr.eqns:
-        dtype = aval_of(eqn.invars[0]).dtype if eqn.invars else None
-        name = eqn.primitive.name
-        if name in tables.SOLVES - _COMPILED and dtype is not None and is_half(dtype):
-            yield Factorized(line_of(eqn, around), name, dtype.name)
+        name, dtype = eqn.primitive.name, dtype_of(eqn.invars)
+        if name in tables.SOLVES - _COMPILED and dtype in HALVES:
+            yield Factorized(line_of(eqn, around), name, dtype)
         for body in bodies_of(eqn) or map(close, jaxprs_in(eqn)):
             yield from _factorizations(body, (*around, eqn))
