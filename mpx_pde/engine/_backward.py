@@ -38,7 +38,7 @@ from ._custom import bind_recorded
 from ._facts import COMPUTED, DATA, Fact, facts_of
 from ._kept import Plan, make_plan
 from ._products import backward_product, forward_product, precise
-from ._program import without_checkpoints
+from ._program import with_products_in_order, without_checkpoints
 
 
 _AGAIN = "rematted_computation"
@@ -316,6 +316,7 @@ def value_and_pullback(
     """
     with trace:
         closed, shapes = jax.make_jaxpr(fun, return_shape=True)(moving, fixed)
+        closed = closed.replace(jaxpr=with_products_in_order(closed.jaxpr))
         program = flatten(without_checkpoints(closed), forward_mode=False)
         facts = facts_of(program, operand_facts, by.half)
 

@@ -89,7 +89,8 @@ class Scaled:
         for jet in values:
             for key, x in jet.streams.items() if isinstance(jet, Jet) else ():
                 if is_traced(x):
-                    add_overflow(out, key, jnp.any(jnp.abs(x) > limit))
+                    largest = jnp.max(jnp.abs(x), initial=0.0)
+                    add_overflow(out, key, largest > limit)
         for key, overflows in out.items():
             add_overflow(self.overflows, key, overflows)
 

@@ -22,6 +22,7 @@ from ..program import _tables as tables
 from ..program._flat import Constant, Flat, Step
 from ..program._jaxpr import aval_of, own_bind
 from ..program._products import asks_for_more, says_its_dtype
+from ._program import exchanged
 from ._segments import StreamRole
 from ._storage import DEEP, RAW, WILD, Storage
 from .taylor import _together as together
@@ -158,6 +159,10 @@ class Product:
         """
         if self.open:
             eqn = precise(eqn) if first else eqn
+            if _has_vector(eqn):
+                # A `vmap` over vectors then adds the first axis of the result.
+                by_vector = exchanged(eqn)
+                return lambda x, y: bind(by_vector, [y, x])[0]
             return lambda x, y: bind(eqn, [x, y])[0]
         kind = aval_of(eqn.outvars[0]).dtype
         wide: Any = storage.width_of(kind)
@@ -175,6 +180,14 @@ class Product:
             params["precision"] = (lax.Precision.HIGHEST,) * 2
         eqn = eqn.replace(params=params)
         return lambda x, y: bind(eqn, [x, y])[0]
+
+
+def _has_vector(eqn: JaxprEqn) -> bool:
+    """Returns whether the second operand of an equation is a vector for a plain product."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    (_, contracted), (_, batched) = eqn.params["dimension_numbers"]
+    return len(aval_of(eqn.invars[1]).shape) == len(contracted) + len(batched)
 
 
 def _stages(step: Step, operands: Sequence[Any], roles: StreamRole) -> set[int | None]:

@@ -1,15 +1,13 @@
 """Prepares the program of a loss before it is linearized."""
 
 import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, primitives
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, primitives
 
 from ..program import _tables as tables
-from ..program._jaxpr import (
-    bodies_of,
-    contains,
-    with_jaxprs,
-)
+from ..program._jaxpr import aval_of, bodies_of, contains, with_jaxprs
 from ._facts import RECOMPUTED
 
 
@@ -40,3 +38,64 @@ def without_checkpoints(closed: ClosedJaxpr) -> ClosedJaxpr:
         return eqn.replace(source_info=info.replace(name_stack=info.name_stack.extend(region)))
 
     return closed.replace(jaxpr=entered(closed.jaxpr, ""))
+
+
+def exchanged(eqn: JaxprEqn) -> JaxprEqn:
+    """Returns a `dot_general` with its operands exchanged. The free axes of the second operand then
+    come first in the result."""
+    params = eqn.params
+    contracted, batched = params["dimension_numbers"]
+    new = {**params, "dimension_numbers": (contracted[::-1], batched[::-1])}
+    if isinstance(params["precision"], tuple):
+        new["precision"] = params["precision"][::-1]
+    return eqn.replace(invars=eqn.invars[::-1], params=new)
+
+
+def with_products_in_order(jaxpr: Jaxpr) -> Jaxpr:
+    """Returns a program whose products return their axes in the order in which they are read.
+
+    A `vmap` over vectors that are multiplied by a matrix adds the second axis of the result, and
+    moves it to the front for all that follows. XLA leaves such moves out by itself, but not if a
+    value on the way is kept.
+    """
+    readers: dict[Any, list[JaxprEqn]] = {}
+    for eqn in jaxpr.eqns:
+        for x in _variables(eqn.invars):
+            readers.setdefault(x, []).append(eqn)
+    results = {*_variables(jaxpr.outvars)}
+    moved: dict[Any, Any] = {}
+
+    def named(atoms: Sequence[Any]) -> list[Any]:
+        return [moved.get(x, x) if isinstance(x, Var) else x for x in atoms]
+
+    eqns: list[JaxprEqn] = []
+    for eqn in jaxpr.eqns:
+        if not moved.keys().isdisjoint(eqn.outvars):
+            continue
+        eqn = eqn.replace(invars=named(eqn.invars))
+        if eqn.primitive.name in tables.CONTAINERS - tables.CUSTOM:
+            eqn = with_jaxprs(eqn, with_products_in_order)
+        if eqn.primitive.name == "dot_general" and results.isdisjoint(eqn.outvars):
+            moves = readers.get(eqn.outvars[0], [])
+            if moves and all(_exchanges(eqn, move) for move in moves):
+                moved.update((move.outvars[0], moves[0].outvars[0]) for move in moves)
+                eqn = exchanged(eqn).replace(outvars=moves[0].outvars)
+        eqns.append(eqn)
+    return jaxpr.replace(eqns=eqns, outvars=named(jaxpr.outvars))
+
+
+def _variables(atoms: Iterable[Any]) -> list[Var]:
+    return [x for x in atoms if isinstance(x, Var)]
+
+
+def _exchanges(product: JaxprEqn, move: JaxprEqn) -> bool:
+    """Returns whether an equation moves the free axes of the second operand of a product before
+    those of the first."""
+    if move.primitive.name != "transpose" or product.params["out_sharding"] is not None:
+        return False
+    (contracted, _), (batched, _) = product.params["dimension_numbers"]
+    first = len(batched)
+    second = first + len(aval_of(product.invars[0]).shape) - len(contracted) - first
+    count = len(aval_of(product.outvars[0]).shape)
+    order = *range(first), *range(second, count), *range(first, second)
+    return second < count and tuple(move.params["permutation"]) == order
