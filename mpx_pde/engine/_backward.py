@@ -39,6 +39,7 @@ from ._facts import COMPUTED, DATA, Fact, facts_of
 from ._kept import Plan, make_plan
 from ._products import backward_product, forward_product, precise
 from ._program import with_products_in_order, without_checkpoints
+from ._stacks import stacked
 
 
 _AGAIN = "rematted_computation"
@@ -168,7 +169,10 @@ def _scan_forward(
         return [*out, dataclasses.replace(values, operands=own)]
 
     with in_context_of(step.eqn):
-        *out, values = rebind(step.eqn, operands, [body])
+        if by.half == jnp.bfloat16:
+            *out, values = stacked(step.eqn, operands, body)
+        else:
+            *out, values = rebind(step.eqn, operands, [body])
     return out, values
 
 

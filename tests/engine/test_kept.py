@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from clients.sequences import leaky
-from helpers import HALVES, normal, policy, relative
+from helpers import HALVES, equations, normal, policy, relative
 
 import mpx_pde as mpx
 from mpx_pde.engine._keeping import chosen, unrounded
@@ -278,6 +278,27 @@ def test_forward_mode_around_the_gradient():
     want = jax.jvp(lambda p: jax.grad(loss)(p, *data), (params,), (params,))[1]
     # A second derivative is taken of rounded values, and has more terms that cancel.
     assert relative(product, want) < 2e-3
+
+
+def test_a_loop_stacks_no_bfloat16():
+    """XLA for CPUs widens a stack of bfloat16 as a whole in each step. Integers of the same bits
+    have no derivative, which the gradient has."""
+    weight, states = WEIGHT[:8, :8], STATES[:, :8]
+
+    def loss(w, u):
+        return squared(evolved(lambda u: u + 0.1 * jnp.tanh(u @ w), u, 7) - 2 * u)
+
+    of = lambda w: gradient(loss, "bfloat16")(w, states)[3]
+    loops = [e for e in equations(jax.make_jaxpr(of)(weight)) if e.primitive.name == "scan"]
+    stacks = [v.aval.dtype for e in loops for v in e.outvars if v.aval.shape[:1] == (7,)]
+    assert jnp.uint16 in stacks
+    assert jnp.bfloat16 not in stacks
+    exact = lambda w: jax.grad(loss)(w, states)
+    assert relative(of(weight), exact(weight)) < TOLERANCES["bfloat16"]
+    along = lambda f: jax.jvp(f, (weight,), (weight,))[1]
+    assert relative(along(of), along(exact)) < 2 * TOLERANCES["bfloat16"]
+    of_norm = lambda f: jax.grad(lambda w: jnp.sum(f(w) ** 2))(weight)
+    assert relative(of_norm(of), of_norm(exact)) < 2 * TOLERANCES["bfloat16"]
 
 
 def test_the_smallest_set_that_all_can_be_computed_from_is_kept():
