@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from ._format import NONE, NOT_RUN, Record, Result, Table, groups, load
 
 
+HALVES = ("float16", "bfloat16")
+
 # --- Against other libraries -----------------------------------------------------------------
 
 TIME = """
@@ -64,6 +66,36 @@ compile_time = Table(
         *(f"{name}  {{{name}:.2f}}" for name in groups(data["builds"], "problem")),
     ],
     "Time of tracing, lowering and compiling, relative to float32.",
+)
+
+# --- Programs in plain JAX and Equinox ----------------------------------------------------------
+
+
+def _programs(data: Result) -> Iterator[Record]:
+    """Yields a record for each program, with its rivals, and one for the median over programs."""
+    ratios: dict[str, list[float]] = {}
+    for program, steps in groups(data["steps"], "program").items():
+        rivals = {step["rival"]: step for step in steps}
+        yield {"program": program, **rivals}
+        seconds = {name: step["seconds"]["median"] for name, step in rivals.items()}
+        for name, own in seconds.items():
+            ratios.setdefault(name, []).append(own / seconds["float32"])
+    yield {"program": "median", "over": {k: statistics.median(v) for k, v in ratios.items()}}
+
+
+def _relative_time(half: str) -> str:
+    return f"{{{half}.seconds.median/float32.seconds.median:.2f}} || {{over.{half}:.2f}}"
+
+
+programs_step = Table(
+    "programs_step",
+    _programs,
+    [
+        "step on a CPU  {program}",
+        "float32, ms  {float32.seconds.median:ms.3g} || –",
+        *(f"backward {half}, relative to float32  {_relative_time(half)}" for half in HALVES),
+        *(f"error of gradient, {half}  {{{half}.error_gradient:.1e}} || –" for half in HALVES),
+    ],
 )
 
 # --- Derivatives of any network --------------------------------------------------------------
