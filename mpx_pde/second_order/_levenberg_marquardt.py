@@ -323,7 +323,7 @@ class LevenbergMarquardt(eqx.Module):
         rule = Damping(self.min_damping, self.max_damping)
         search = Search.begun(at, system, rule, self.acceleration)
         after, delta = at_highest_precision(lambda: search(self._begun(state, search, choice)))
-        self._tell(choice, after, search.finite | ~search.evaluated)
+        self._tell(choice, after, search)
         moved = select_tree(after.taken, at.parameters(at.start + delta), at.params)
         alike = lambda x, y: convert(x, x.dtype, getattr(y, "weak_type", False))
         return eqx.combine(jtu.tree_map(alike, moved, at.params), at.static), after
@@ -419,11 +419,10 @@ class LevenbergMarquardt(eqx.Module):
         )
         return jtu.tree_map(lambda x, y: x.astype(y.dtype), first, state)
 
-    def _tell(
-        self, choice: Choice, state: LevenbergMarquardtState, finite: Bool[Array, ""]
-    ) -> None:
-        """Warns at run time if the solve for a step used all its iterations, or if a float16
-        Jacobian overflows with the smallest loss scale."""
+    def _tell(self, choice: Choice, state: LevenbergMarquardtState, search: Search) -> None:
+        """Warns at run time if the solve for a step used all its iterations, or if no step is taken
+        because squares of float32 overflow, or a float16 Jacobian with the smallest loss scale."""
+        finite = search.finite | ~search.evaluated
         if self.refinements and (self._narrow or choice.method == "low_rank"):
             _warn_if(
                 state.iterations >= self.refinements,
@@ -431,7 +430,16 @@ class LevenbergMarquardt(eqx.Module):
                 f"iterations (`refinements`), before it converged: {self._fix(choice)}, or a "
                 "larger `min_damping`.",
             )
-        if self.jacobian == "float16" and choice.method == "primal":
+        scaled = self.jacobian == "float16" and choice.method == "primal"
+        if search.r.dtype == np.float32:
+            squares = search.evaluated & ~jnp.isfinite(search.loss)
+            _warn_if(
+                squares if scaled else squares | ~finite,
+                "`LevenbergMarquardt` takes no step: the squares of the residuals, or of their "
+                "derivatives, overflow in float32. Write residuals of order one, or pass "
+                "`forward='float64'`.",
+            )
+        if scaled:
             scaling = state.scaling
             _warn_if(
                 ~finite & (scaling.loss_scaling <= scaling.min_loss_scaling),

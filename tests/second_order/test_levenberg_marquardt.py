@@ -406,6 +406,20 @@ def test_a_float16_jacobian_that_always_overflows_is_told():
     assert jnp.isfinite(new.loss)  # the loss of the residual is known
 
 
+@pytest.mark.parametrize("method", ["primal", "dual", "low_rank"])
+def test_squares_that_overflow_are_told(method):
+    def residual(w, x):
+        return 1e20 * (w[0] * jnp.sin(x) + w[1])
+
+    optimizer = mpx.LevenbergMarquardt(residual, forward="float32", method=method)
+    w, points = jnp.ones(2), jnp.linspace(0.0, 3.0, 5)
+    with pytest.warns(mpx.PrecisionWarning, match="overflow in float32"):
+        after, state = updated(optimizer, w, optimizer.init(w), points)
+    assert tree_equal_bits(after, w)
+    assert jnp.isinf(state.loss)
+    assert not state.taken
+
+
 def test_the_rows_of_a_half_jacobian_are_half():
     """But for a first layer in `FullPrecision`, up to the rounding of its cotangents."""
     model = mpx.nn.CoordinateMLP(1, 1, 8, 2, key=jax.random.key(0))
