@@ -5,6 +5,7 @@ result.
 import dataclasses
 import functools as ft
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -394,6 +395,15 @@ class Transformed(eqx.Module):
     def scales_its_loss(self) -> bool:
         scaling = getattr(self.gradient.scaling, "loss", self.gradient.scaling)
         return self.is_mixed_precision and not isinstance(scaling, NoOpLossScaling)
+
+    @property
+    def room_of_scale(self) -> int | None:
+        """Returns by how many powers of two the loss scale can fall; `None` if it has no bound."""
+        scaling = getattr(self.gradient.scaling, "loss", self.gradient.scaling)
+        if not isinstance(scaling, DynamicLossScaling):
+            return None
+        highest = float(np.max(np.asarray(scaling.loss_scaling)))
+        return round(math.log2(highest / scaling.min_loss_scaling))
 
     @property
     def __signature__(self):
