@@ -246,11 +246,19 @@ def _advice(
     on_cpu = jax.default_backend() == "cpu" and choice is rows[0]
     other = next((row for row in good if row is not rows[0]), None) if on_cpu else None
     on_gpu = "" if other is None else _written(other, task[2], start)
-    call_loss = filter_value_and_grad(*task, **_FULL)
-    closed_over = arrays_closed_over(eqx.filter_make_jaxpr(call_loss)(*args, **kwargs)[0])
-    examples = _examples(args)
-    details = width, reference, examples, tuple(closed_over), on_gpu
+    details = width, reference, _examples(args), _closed_over(task, args, kwargs), on_gpu
     return Advice(tuple(rows), choice, call, *details)
+
+
+def _closed_over(task: tuple, args: tuple, kwargs: dict) -> tuple[str, ...]:
+    """Describes the arrays that a loss closes over."""
+    func, scaling, has_aux = task
+
+    # The arrays of the scaling are none of them.
+    def gradient(scaling, args, kwargs):
+        return filter_value_and_grad(func, scaling, has_aux, **_FULL)(*args, **kwargs)
+
+    return tuple(arrays_closed_over(eqx.filter_make_jaxpr(gradient)(scaling, args, kwargs)[0]))
 
 
 def _say(text: str, end: str = "") -> None:

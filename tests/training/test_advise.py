@@ -76,6 +76,19 @@ def test_memory_is_that_of_the_program_and_grows_with_the_batch(advice):
 
 
 @pytest.mark.slow
+def test_the_arrays_of_a_scaling_are_not_closed_over_by_the_loss():
+    def equation(model, x, *, derivatives):
+        d = jax.vmap(mpx.laplacian(model, coords="xyz", outputs="u", scaling=derivatives))(x)
+        return jnp.mean((d["lap_u"] - jnp.sum(offsets)) ** 2)
+
+    offsets = jnp.ones(0)
+    scaling = mpx.Scaling(derivatives=mpx.DerivativeScaling.per_direction("xyz"))
+    assert mpx.advise(equation, scaling)(network(), X).closed_over == ()
+    offsets = jnp.ones(5)
+    assert mpx.advise(equation, scaling)(network(), X).closed_over == ("float32[5]",)
+
+
+@pytest.mark.slow
 def test_a_batch_that_cannot_be_halved_has_no_memory_per_example():
     targets = jnp.sin(X[:, 0])
     loss = lambda model, x: jnp.mean((jax.vmap(model)(x) - targets.astype(x.dtype)) ** 2)
