@@ -42,6 +42,8 @@ def parse_terms(terms: Any, coords: tuple[str, ...], outputs: tuple[str, ...]) -
         if output not in outputs:
             joined = f" For one output of that name write `outputs=[{output!r}]`."
             hint = joined if output == "".join(outputs) else ""
+            if output == "lap" and suffix in outputs:
+                hint = f" `laplacian` returns {name!r} without being asked for it."
             raise ValueError(
                 f"`{called()}` does not know the output {output or name!r} of the term {name!r}. "
                 f"The outputs are {', '.join(outputs)}; a term is one of them, or one of them with "

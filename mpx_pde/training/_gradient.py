@@ -6,7 +6,7 @@ import dataclasses
 import functools as ft
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -423,6 +423,13 @@ class Transformed(eqx.Module):
             args, kwargs = copied((args, kwargs))
             with gradient.mode.context():
                 return self._run(args, kwargs)
+
+    def __iter__(self) -> Iterator:
+        call = self.gradient.call
+        raise TypeError(
+            f"`{call}` returns a function, and has no results before that is called. Write "
+            f"`mpx_pde.{call}(...)(model, batch)`."
+        )
 
     def _run(self, args: tuple, kwargs: dict) -> Any:
         gradient, mode = self.gradient, self.gradient.mode
