@@ -131,7 +131,8 @@ class CoordinateMLP(eqx.Module):
     - Activations are evaluated in float32 and stored in half precision, so that intermediate values
         of their higher derivatives do not overflow.
 
-    Pass points in float32: `filter_grad(..., keep_full=(False, True))`.
+    With `forward="float32"` nothing is cast. In half precision throughout, keep the points in
+    float32: `filter_value_and_grad(..., keep_full=(False, True))`.
 
     **Attributes:**
 

@@ -314,16 +314,17 @@ class Scaling(AbstractLossScaling):
     [`mpx_pde.partials`][].
 
     ```python
-    scaling = mpx.Scaling(derivatives=mpx.DerivativeScaling.per_direction("xt"))
+    scaling = mpx.Scaling(derivatives=mpx.DerivativeScaling.per_direction("tx"))
 
 
     def loss(model, points, *, derivatives):
-        terms = mpx.partials(model, ["u_t", "u_xx"], coords="xt", outputs="u", scaling=derivatives)
+        terms = mpx.partials(model, ["u_t", "u_xx"], coords="tx", outputs="u", scaling=derivatives)
         d = jax.vmap(terms)(points)
         return jnp.mean((d["u_t"] - d["u_xx"]) ** 2)
 
 
-    scaling, finite, grads = mpx.filter_grad(loss, scaling, keep_full=(False, True))(model, points)
+    value_and_grad = mpx.filter_value_and_grad(loss, scaling, forward="float32")
+    value, scaling, finite, grads = value_and_grad(model, points)
     ```
 
     The two are adjusted separately. An overflow of a derivative says nothing about the loss scale,

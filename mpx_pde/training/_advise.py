@@ -256,7 +256,7 @@ def _closed_over(task: tuple, args: tuple, kwargs: dict) -> tuple[str, ...]:
 
     # The arrays of the scaling are none of them.
     def gradient(scaling, args, kwargs):
-        return filter_value_and_grad(func, scaling, has_aux, **_FULL)(*args, **kwargs)
+        return filter_value_and_grad(func, scaling, has_aux, False)(*args, **kwargs)
 
     return tuple(arrays_closed_over(eqx.filter_make_jaxpr(gradient)(scaling, args, kwargs)[0]))
 
