@@ -444,18 +444,13 @@ def check_takes_derivatives(func: Callable) -> None:
         ) from None
 
 
-def check_takes_no_derivatives(func: Callable) -> None:
-    """Raises a `TypeError` if `func` needs a keyword `derivatives`."""
+def needs_derivatives(func: Callable) -> bool:
+    """Returns whether `func` needs a keyword `derivatives`."""
     try:
         x = inspect.signature(func).parameters.get("derivatives")
     except ValueError:  # a built-in without a signature
-        return
-    if x and x.kind is x.KEYWORD_ONLY and x.default is x.empty:
-        raise TypeError(
-            f"`{called()}` passes `derivatives` to the function with a `Scaling` alone, but "
-            "got no derivative scales. Pass `mpx_pde.Scaling(derivatives=mpx_pde.DerivativeScaling"
-            ".per_direction(...))`, or write `derivatives=None` in the function."
-        )
+        return False
+    return x is not None and x.kind is x.KEYWORD_ONLY and x.default is x.empty
 
 
 def sum_counts(

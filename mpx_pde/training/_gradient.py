@@ -34,7 +34,7 @@ from ..reports._diagnosis import diagnose, warn_of_unscaled
 from ..scaling._derivatives import (
     Scaling,
     check_takes_derivatives,
-    check_takes_no_derivatives,
+    needs_derivatives,
     sum_counts,
 )
 from ..scaling._loss import DynamicLossScaling, NoOpLossScaling, check_scaling, split_aux
@@ -251,12 +251,24 @@ class Gradient(eqx.Module):
         """Returns the derivative scaling that the function receives, or `None` if there is none."""
         return self.scaling.derivatives if isinstance(self.scaling, Scaling) else None
 
+    @property
+    def is_unscaled(self) -> bool:
+        """Returns whether nothing is scaled, neither the loss nor derivatives in it."""
+        return not self.mode.scales or isinstance(self.scaling, NoOpLossScaling)
+
     def with_derivatives(self, kwargs: dict, derivatives: Any) -> dict:
         """Returns the keyword arguments of the function, with the derivative scaling among them."""
         if self.derivatives is None:
-            if "derivatives" not in kwargs:
-                check_takes_no_derivatives(self.func)
-            return kwargs
+            if "derivatives" in kwargs or not needs_derivatives(self.func):
+                return kwargs
+            if self.is_unscaled:
+                return {**kwargs, "derivatives": None}
+            raise TypeError(
+                f"`{called()}` passes `derivatives` to the function with a `Scaling` alone, but "
+                "got no derivative scales. Pass `mpx_pde.Scaling(derivatives="
+                "mpx_pde.DerivativeScaling.per_direction(...))`, where nothing is scaled "
+                "`mpx_pde.NoOpLossScaling()`, or write `derivatives=None` in the function."
+            )
         if "derivatives" in kwargs:
             raise TypeError(
                 f"`{called()}` with a `Scaling` passes `derivatives` to the function "
@@ -407,11 +419,17 @@ class Transformed(eqx.Module):
 
     @property
     def __signature__(self):
-        # The arguments that a caller passes do not include `derivatives`.
-        if self.gradient.derivatives is None:
+        # The caller passes no `derivatives`, or may leave them out.
+        gradient = self.gradient
+        if gradient.derivatives is not None:
+            signature = inspect.signature(gradient.func)
+            parameters = [p for p in signature.parameters.values() if p.name != "derivatives"]
+        elif gradient.is_unscaled and needs_derivatives(gradient.func):
+            signature = inspect.signature(gradient.func)
+            optional = {"derivatives": signature.parameters["derivatives"].replace(default=None)}
+            parameters = [*{**signature.parameters, **optional}.values()]
+        else:
             raise AttributeError("__signature__")
-        signature = inspect.signature(self.gradient.func)
-        parameters = [p for p in signature.parameters.values() if p.name != "derivatives"]
         return signature.replace(parameters=parameters)
 
     def __call__(self, /, *args, **kwargs):
