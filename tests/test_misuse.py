@@ -319,6 +319,9 @@ TYPE_ERRORS = {
     "`filter_grad` returns a function … mpx_pde.filter_grad(...)(model, batch)": lambda: list(
         mpx.filter_grad(total, SCALING)
     ),
+    "`partials` returns a function of one point … jax.vmap(terms)(points)['u_x']": lambda: partials(
+        ["u_x"]
+    )["u_x"],
     "`CoordinateMLP` … jnp.tanh … `activation` … 'tanh'": lambda: mlp(activation="tanh"),
     "`FNO` … jnp.tanh … `activation` … 'gelu'": lambda: fno(activation="gelu"),
     "Points.__call__() … 'key'": lambda: mpx.Points(0, 1, 4)(net),
@@ -441,6 +444,9 @@ VALUE_ERRORS = {
     "`scaled_jvp` … power of two": lambda: jvp(3.0),
     "`partials` … 'lap' … `laplacian` returns 'lap_u' without being asked": lambda: partials(
         "lap_u"
+    ),
+    "`optimizer_update` … tuple of 3 … scaling, grads_finite, grads = ": lambda: update(
+        ADAM.init(W), grads=mpx.filter_grad(total, SCALING)(W)
     ),
     "`autocast` … `dtype`, but got a `CoordinateMLP`": lambda: mpx.autocast(total, mlp()),
     "one step or more, as `history`, but got []": lambda: derivatives.plot([]),

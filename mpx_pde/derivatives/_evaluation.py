@@ -159,6 +159,12 @@ class Evaluation:
         sizes = tuple(None if len(d.coords) == 1 else len(d.coords) for d in self._directions)
         self._plan = make_plan([term.key for term in of_terms], summed, sizes)
 
+    def __getitem__(self, name: str) -> Any:
+        raise TypeError(
+            f"`{self._call}` returns a function of one point, and no terms before that is called. "
+            f"Write `jax.vmap(terms)(points)[{name!r}]`."
+        )
+
     # Streams to be propagated.
 
     def _direction(self, direction: Direction) -> int:

@@ -56,6 +56,11 @@ def _checked_gradients(grads: PyTree, params: PyTree) -> PyTree:
         # Only the fast parameters have gradients.
         params = params.fast
         grads = grads.fast if isinstance(grads, optax.LookaheadParams) else grads
+    if type(grads) is tuple and type(params) is not tuple:
+        raise ValueError(
+            f"`{called()}` takes the gradients as `grads`, but got a tuple of {len(grads)}. Unpack "
+            "it: `scaling, grads_finite, grads = mpx_pde.filter_grad(loss, scaling)(model, batch)`."
+        )
     fix = " Of a part that is trained, pass that part, and `eqx.combine` it with the rest."
     floating = "the floating-point arrays of `model`"
     check_same_structure("`grads`", grads, floating, params, fix)
