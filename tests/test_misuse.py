@@ -301,7 +301,7 @@ TYPE_ERRORS = {
     "`FNO` … `remat=False` … 'all'": lambda: fno(remat="all"),
     "`FNO` … complex64": lambda: fno()(FIELD.astype(complex)),
     "`SpectralConv` … complex64 … channels": lambda: conv()(FIELD.astype(complex)),
-    "`SpectralConv` … int32": lambda: conv()(FIELD.astype(int)),
+    "`SpectralConv` … int32 … Cast it to float32": lambda: conv()(FIELD.astype(int)),
     # Ladders, floors, counters, files.
     "`PrecisionLadder` … `say` … 'print'": lambda: LADDER(say="print"),
     "Python integer": lambda: LADDER().update(jnp.zeros(()), total, None),
@@ -427,7 +427,7 @@ VALUE_ERRORS = {
         [DS.per_order(1), by_axis("xy", order=1)],
     ),
     "no scaler … 'u_y' … knows u_x": lambda: partials(["u_y"], scaling=DS.per_term(["u_x"])),
-    "`partials` … 1 outputs, u, … (2,)": lambda: partials(["u"], jnp.sin)(POINT),
+    "`partials` … each of `outputs`, u, … (2,) … (1,)": lambda: partials(["u"], jnp.sin)(POINT),
     "`partials` … one point … (4, 2) … `jax.vmap`": lambda: partials(["u"])(POINTS),
     "`laplacian` got 'x' twice … `over`": lambda: laplacian(over="xx"),
     "`laplacian` cannot sum over 'z'": lambda: laplacian(over="xz"),

@@ -145,9 +145,9 @@ def as_network(fun: Callable, outputs: tuple[str, ...]) -> Callable:
         if shape != (len(outputs),) and not (shape == () and len(outputs) == 1):
             what = f"shape {shape}" if shape is not None else f"{type(out).__name__}"
             raise ValueError(
-                f"`{called()}` expects {len(outputs)} outputs, {', '.join(outputs)}, but the "
-                f"network returned {what} for one point. It must return an array with an entry for "
-                "each of `outputs`" + (", or a scalar." if len(outputs) == 1 else ".")
+                f"`{called()}` expects an entry for each of `outputs`, {', '.join(outputs)}, but "
+                f"the network returned {what} for one point. It must return an array of shape "
+                f"({len(outputs)},)" + (" or a scalar." if len(outputs) == 1 else ".")
             )
         if not jnp.issubdtype(out.dtype, jnp.inexact):
             raise TypeError(
