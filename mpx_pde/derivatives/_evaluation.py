@@ -26,7 +26,7 @@ from ..scaling._derivatives import DerivativeScaling
 from ..scaling._marks import marked
 from ..scaling._probe import tap
 from ..scaling._seeds import power_of_two
-from ..scaling._unscaled import note_unscaled
+from ..scaling._unscaled import note_coordinates, note_unscaled
 
 
 _STACKED = 9
@@ -309,6 +309,7 @@ class Evaluation:
 
         **Raises:** `TypeError` for coordinates that are passed one by one, as `others`.
         """
+        note_coordinates(self._coords)
         with named(self._call):
             return self._evaluated(point, others)
 
