@@ -25,8 +25,8 @@ def exact(t, x):
 
 
 def loss(model, points, *, derivatives):
-    # One pass through the network computes all terms, half × half after its first layer. The scales
-    # that `filter_value_and_grad` passes in keep derivatives in float16's range.
+    # One pass through the network computes all terms. They are stored in half for the backward
+    # pass, and the scales that `filter_value_and_grad` passes in keep them in float16's range.
     terms = mpx.partials(model, ["u_t", "u_xx"], coords="tx", outputs="u", scaling=derivatives)
     d = jax.vmap(terms)(points)
     residual = d["u_t"] - d["u_xx"] / 10

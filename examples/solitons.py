@@ -33,6 +33,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from _command_line import progress_bar, run_main, stop_on_interrupt, training_parser
 from matplotlib.figure import Figure
@@ -200,7 +201,8 @@ def main(
                     training.run(steps, seed, progress, stop)
         done = [t for t in trainings if t.outcome is not None]
         console.print(table(done))
-        console.print("A CPU converts half precision to float32 and back, so it is slower here.")
+        if jax.default_backend() == "cpu":
+            console.print("A CPU computes halves in float32: these times say nothing about a GPU.")
         console.print(on_a_gpu(), highlight=False)
         if out is not None:
             draw(done, Path(out) / "solitons.png")

@@ -296,12 +296,12 @@ TYPE_ERRORS = {
     "`FNO` … jax.random.key(0)": lambda: fno(key=0),
     "`Ansatz` … `form` … (u)": lambda: mpx.nn.Ansatz(net, lambda u: u),
     "`Ansatz` … `network`": lambda: mpx.nn.Ansatz(1.0, total),
-    "`safe` wraps, is an elementwise function": lambda: mpx.nn.safe(3),
+    "`safe` takes an elementwise function … `fun`, but got": lambda: mpx.nn.safe(3),
     "`FNO` … bool as `grid_embedding` … 'grid'": lambda: fno(grid_embedding="grid"),
     "`FNO` … `remat=False` … 'all'": lambda: fno(remat="all"),
     "`FNO` … complex64": lambda: fno()(FIELD.astype(complex)),
     "`SpectralConv` … complex64 … channels": lambda: conv()(FIELD.astype(complex)),
-    "`SpectralConv` … int32": lambda: conv()(FIELD.astype(int)),
+    "`SpectralConv` … int32 … Cast it to float32": lambda: conv()(FIELD.astype(int)),
     # Ladders, floors, counters, files.
     "`PrecisionLadder` … `say` … 'print'": lambda: LADDER(say="print"),
     "Python integer": lambda: LADDER().update(jnp.zeros(()), total, None),
@@ -316,6 +316,15 @@ TYPE_ERRORS = {
     "`error_if_stuck` … `tree` with an array … None": lambda: stuck(SCALING, tree=None),
     "`error_if_stuck` needs a scaling that counts": (stuck, [mpx.NoOpLossScaling(), STATIC]),
     "`check_scaling_options` … `saved`": lambda: mpx.check_scaling_options(SCALING, SCALING),
+    "`filter_grad` returns a function … mpx_pde.filter_grad(...)(model, batch)": lambda: list(
+        mpx.filter_grad(total, SCALING)
+    ),
+    "`partials` returns a function of one point … jax.vmap(terms)(points)['u_x']": lambda: partials(
+        ["u_x"]
+    )["u_x"],
+    "`CoordinateMLP` … jnp.tanh … `activation` … 'tanh'": lambda: mlp(activation="tanh"),
+    "`FNO` … jnp.tanh … `activation` … 'gelu'": lambda: fno(activation="gelu"),
+    "Points.__call__() … 'key'": lambda: mpx.Points(0, 1, 4)(net),
     # Levenberg–Marquardt.
     "takes a function of the model": lambda: LM(3),
     "`solver` … lineax … 3": lambda: LM(total, solver=3),
@@ -418,7 +427,7 @@ VALUE_ERRORS = {
         [DS.per_order(1), by_axis("xy", order=1)],
     ),
     "no scaler … 'u_y' … knows u_x": lambda: partials(["u_y"], scaling=DS.per_term(["u_x"])),
-    "`partials` … 1 outputs, u, … (2,)": lambda: partials(["u"], jnp.sin)(POINT),
+    "`partials` … each of `outputs`, u, … (2,) … (1,)": lambda: partials(["u"], jnp.sin)(POINT),
     "`partials` … one point … (4, 2) … `jax.vmap`": lambda: partials(["u"])(POINTS),
     "`laplacian` got 'x' twice … `over`": lambda: laplacian(over="xx"),
     "`laplacian` cannot sum over 'z'": lambda: laplacian(over="xz"),
@@ -433,6 +442,13 @@ VALUE_ERRORS = {
     ),
     "`scaled_jvp` … 2^-126 to 2^126 … %r": (lambda x: jvp(x), [2.0**127, 2.0**-130]),
     "`scaled_jvp` … power of two": lambda: jvp(3.0),
+    "`partials` … 'lap' … `laplacian` returns 'lap_u' without being asked": lambda: partials(
+        "lap_u"
+    ),
+    "`optimizer_update` … tuple of 3 … scaling, grads_finite, grads = ": lambda: update(
+        ADAM.init(W), grads=mpx.filter_grad(total, SCALING)(W)
+    ),
+    "`autocast` … `dtype`, but got a `CoordinateMLP`": lambda: mpx.autocast(total, mlp()),
     "one step or more, as `history`, but got []": lambda: derivatives.plot([]),
     "the term 'u_x1' … as `coords`": lambda: partials(["u_x1"], scaling=U_X1, **X1),
     "`DerivativeScaling.per_order` … 'u_z' … the coordinates x1, x2": lambda: DS.per_order(
@@ -511,6 +527,9 @@ VALUE_ERRORS = {
     ),
     "a leading axis of one length": lambda: fitted(batch=((W, X),)),
     "a tuple with the examples of each of the 2 residuals": lambda: fitted(residual=(total, total)),
+    "each of the 2 residuals as `batches`, but got float32[4, 3]": lambda: jax.jit(
+        lambda x: fitted(residual=(total, total), batch=x)
+    )(X),
 }
 
 

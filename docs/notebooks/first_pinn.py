@@ -70,7 +70,7 @@ optimizer = optax.adam(optax.cosine_decay_schedule(3e-3, 1200))
 def train(mixed, forward="half", steps=1200):
     net = eqx.nn.MLP(2, "scalar", 48, 3, jnp.tanh, key=jax.random.key(0))
     opt_state = optimizer.init(eqx.filter(net, eqx.is_inexact_array))
-    scaling = mpx.Scaling(mpx.DynamicLossScaling(), mpx.DerivativeScaling.per_direction("xy"))
+    scaling = mpx.Scaling(derivatives=mpx.DerivativeScaling.per_direction("xy"))
     options = {"use_mixed_precision": mixed, "forward": forward, "keep_full": (False, True)}
 
     @eqx.filter_jit

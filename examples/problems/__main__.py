@@ -41,7 +41,9 @@ def parser() -> argparse.ArgumentParser:
         "--precision",
         nargs="+",
         choices=dict.fromkeys((*PRECISIONS, *DEEP_PRECISIONS)),
-        help="by default float32; with the deep recipe, those of the residual and its Jacobian",
+        metavar="PRECISION",
+        help=f"by default float32. Plain: {', '.join(PRECISIONS)}. Deep, that of the residual and "
+        f"after a hyphen that of its Jacobian: {', '.join(DEEP_PRECISIONS)}",
     )
     run.add_argument("--seeds", type=int, nargs="+", default=[0])
     optimizers = [name + finish for name in OPTIMIZERS for finish in FINISHES]

@@ -26,7 +26,7 @@ from ..scaling._derivatives import DerivativeScaling
 from ..scaling._marks import marked
 from ..scaling._probe import tap
 from ..scaling._seeds import power_of_two
-from ..scaling._unscaled import note_unscaled
+from ..scaling._unscaled import note_coordinates, note_unscaled
 
 
 _STACKED = 9
@@ -158,6 +158,12 @@ class Evaluation:
         summed = [self._summed(k, s) for k, s in enumerate(self._sums)]
         sizes = tuple(None if len(d.coords) == 1 else len(d.coords) for d in self._directions)
         self._plan = make_plan([term.key for term in of_terms], summed, sizes)
+
+    def __getitem__(self, name: str) -> Any:
+        raise TypeError(
+            f"`{self._call}` returns a function of one point, and no terms before that is called. "
+            f"Write `jax.vmap(terms)(points)[{name!r}]`."
+        )
 
     # Streams to be propagated.
 
@@ -303,6 +309,7 @@ class Evaluation:
 
         **Raises:** `TypeError` for coordinates that are passed one by one, as `others`.
         """
+        note_coordinates(self._coords)
         with named(self._call):
             return self._evaluated(point, others)
 

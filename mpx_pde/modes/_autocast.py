@@ -12,6 +12,7 @@ from jax import lax
 
 from .._util._calls import named, public
 from .._util._notes import noting_the_trace
+from .._util._repr import in_a_line
 from .._util._types import DTypeLike, Names
 from .._util._wrapper import AbstractWrapper, check_callable
 from ..engine import Mixed
@@ -41,8 +42,8 @@ def _parse_dtype(dtype: Any) -> np.dtype | lax.DotAlgorithmPreset | None:
     if out is None or not is_half(out):
         raise ValueError(
             "`autocast` takes float16, bfloat16 or the name of a split product "
-            f"({', '.join(map(repr, SPLIT_PRODUCTS))}) as `dtype`, but got {dtype!r}. For float32 "
-            "call the function without `autocast`."
+            f"({', '.join(map(repr, SPLIT_PRODUCTS))}) as `dtype`, but got {in_a_line(dtype)}. For "
+            "float32 call the function without `autocast`."
         )
     return out
 

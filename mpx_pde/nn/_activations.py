@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, ArrayLike, Float
 
-from .._util._calls import public
+from .._util._calls import called, public
 from .._util._repr import in_a_line
 from ..precision._cast import widen
 from ..precision._dtypes import check_choice, check_positive
@@ -109,6 +109,7 @@ def _exact_gelu(x: ArrayLike) -> Array:
     return x * (1 + lax.erf(x * root)) * half
 
 
+@public
 def safe(fun: Callable[..., Any]) -> Callable:
     """Wraps an elementwise function so that it is evaluated in float32 and returns the dtype of its
     input.
@@ -125,10 +126,15 @@ def safe(fun: Callable[..., Any]) -> Callable:
 
     An elementwise function; a PyTree with the same parameters if `fun` has any.
     """
+    return as_activation(fun, "fun")
+
+
+def as_activation(fun: Any, name: str = "activation") -> Callable:
+    """Returns [`safe`][mpx_pde.nn.safe] of the argument `name` of the called function."""
     if not callable(fun):
         raise TypeError(
-            "The `activation` of a network, and what `safe` wraps, is an elementwise function such "
-            f"as `jnp.tanh`, but got {in_a_line(fun)}."
+            f"`{called()}` takes an elementwise function such as `jnp.tanh` as `{name}`, but got "
+            f"{in_a_line(fun)}."
         )
     if isinstance(fun, SafeActivation | SafeLayer):
         return fun

@@ -17,7 +17,7 @@ from ..precision._cast import widen
 from ..precision._dtypes import check_bool, check_integer, check_positive, is_half, is_real
 from ..precision._tree import check_key
 from ..products._order import add_product, batch_behind, gradients_in_turn, summed_apart
-from ._activations import gelu, safe
+from ._activations import as_activation, gelu
 from ._arithmetic import Arithmetic, parse_arithmetic
 from ._pointwise import (
     ChannelMLP,
@@ -219,7 +219,7 @@ class FNO(eqx.Module):
         self.lifting = ChannelMLP(lift, arithmetic, key=lift_key)
         self.blocks = tuple(block(key=key) for key in keys)
         self.projection = ChannelMLP(project, arithmetic, key=project_key)
-        self.activation = safe(activation)
+        self.activation = as_activation(activation)
         self.domain_padding = _parse_padding(domain_padding, len(modes))
         again = "where `remat=False` keeps activations and `True` evaluates them again"
         self.remat = check_bool(remat, "remat", again)

@@ -22,7 +22,7 @@ from ..precision._dtypes import as_floating_dtype, check_integer, is_half, is_in
 from ..precision._forward import takes_halves
 from ..precision._tree import check_key
 from ..products._dot import mixed_dot_general
-from ._activations import safe
+from ._activations import as_activation
 
 
 class Embedding(eqx.Module):
@@ -131,7 +131,8 @@ class CoordinateMLP(eqx.Module):
     - Activations are evaluated in float32 and stored in half precision, so that intermediate values
         of their higher derivatives do not overflow.
 
-    Pass points in float32: `filter_grad(..., keep_full=(False, True))`.
+    With `forward="float32"` nothing is cast. In half precision throughout, keep the points in
+    float32: `filter_value_and_grad(..., keep_full=(False, True))`.
 
     **Attributes:**
 
@@ -214,7 +215,7 @@ class CoordinateMLP(eqx.Module):
         self.hidden = tuple(_dense(k, width_size, width_size, dtype) for k in keys[:-1])
         last = _dense(keys[-1], width_size, outputs, None if full_precision_last else dtype)
         self.last = FullPrecision(last) if full_precision_last else last
-        self.activation = safe(activation)
+        self.activation = as_activation(activation)
 
     def __call__(
         self, point: Float[Array, " coords"], *, key: PRNGKeyArray | None = None

@@ -48,9 +48,12 @@ def parse_sizes(sizes: Any, axes: Sequence[int], name: str) -> tuple[int, ...]:
 def check_field(x: Any, channels: int, dims: int) -> Array:
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
+        fix = "Cast it to float32."
+        if jnp.iscomplexobj(x):
+            fix = "Pass the real and imaginary parts of a complex field as channels."
         raise TypeError(
             f"`{called()}` takes a real floating-point field, but got dtype {x.dtype.name} and "
-            f"shape {x.shape}. Pass the real and imaginary parts of a complex field as channels."
+            f"shape {x.shape}. {fix}"
         )
     if x.ndim != dims + 1 or x.shape[0] != channels:
         raise ValueError(

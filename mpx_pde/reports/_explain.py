@@ -36,13 +36,13 @@ def _written(row: Row) -> bool:
     return row.dtype == "float16" and row.primitive not in _ROUNDINGS and not is_ours(row.layer)
 
 
-def _lower(report: RangeReport, name: str) -> str:
-    """Returns by what power of two the loss scale must fall so that nothing of the backward pass
-    overflows `name`."""
+def _excess(report: RangeReport, name: str) -> int:
+    """Returns by how many powers of two the loss scale must fall so that nothing of the backward
+    pass overflows `name`."""
     rows = (row for row in report.rows if row.backward and report.at_risk(row))
     largest = max((row.exponents[1] for row in rows if row.exponents), default=0.0)
     highest = {"float16": 16, "bfloat16": 128}[name]
-    return f"2^{max(1, math.floor(largest) + 1 - highest)}"
+    return max(1, math.floor(largest) + 1 - highest)
 
 
 def _size(row: Row) -> str:
@@ -65,9 +65,16 @@ def _fix(row: Row, report: RangeReport, name: str) -> str:
     if row.primitive == "constant":
         return "Keep it in float32: `mpx.autocast` casts no arrays before a product takes them."
     if row.backward and mixed:
+        excess, room = _excess(report, name), report.room
+        if room is not None and excess > room:
+            return (
+                "It belongs to the backward pass, and no loss scale helps: it would have to fall "
+                f"by 2^{excess}, and can fall by 2^{room} at most. Divide the loss, or the term in "
+                "it that is so large, by a power of two, or use bfloat16."
+            )
         found = (
             "`mpx.DynamicLossScaling` finds that out at the cost of a few skipped steps. To lose "
-            f"none, divide it by {_lower(report, name)}, or let `mpx.initial_scaling` find it."
+            f"none, divide it by 2^{excess}, or let `mpx.initial_scaling` find it."
         )
         by_scaling = {
             True: f", so the loss scale is too large: {found}",
@@ -220,7 +227,7 @@ def _lost(report: RangeReport, name: str) -> str:
     if report.mixed:
         by_scaling = {True: "a larger loss scale", None: "a loss scale, or a larger one,"}
         scale = by_scaling.get(report.scaled, "a loss scale (`mpx.DynamicLossScaling`)")
-        return f"{text} It belongs to the backward pass: {scale} keeps more of it."
+        return f"{text} It belongs to the backward pass: {scale} keeps more of it, if that matters."
     return (
         f"{text} It belongs to the backward pass of a float32 function, which has no loss scale: "
         "ask about `mpx.filter_grad(loss, scaling)` to see what is lost with one."

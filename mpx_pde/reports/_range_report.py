@@ -207,6 +207,7 @@ class RangeReport:
         values can overflow. Otherwise it is a float32 function, and every value is treated as if it
         were half precision.
     - `scaled`: whether the function multiplies its loss by a scale; `None` if that is not known.
+    - `room`: by how many powers of two that scale can fall; `None` if that is not known.
     - `autocast`: whether [`mpx_pde.autocast`][] chose what is in half precision.
     - `idle`: matrix products and convolutions with sizes that are not multiples of 8.
     - `sums`: sums that are added up term by term in half precision, as a `LongSum` each, longest
@@ -222,6 +223,7 @@ class RangeReport:
     result: Any = dataclasses.field(repr=False, compare=False)
     edges: tuple[int, ...] = EDGES
     scaled: bool | None = None
+    room: int | None = None
     autocast: bool = False
     sums: tuple[LongSum, ...] = ()
 

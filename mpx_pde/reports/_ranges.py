@@ -87,6 +87,7 @@ def _report(fun: Callable, args: tuple, kwargs: dict) -> RangeReport:
         idle=tuple(x for value, _ in measured if (x := idle_product(value))),
         result=assemble(out),
         scaled=_said(fun, "scales_its_loss"),
+        room=next(iter(_declared(fun, "room_of_scale")), None),
         autocast=bool(_said(fun, "is_autocast")),
         sums=tuple(long_sums(Survey(closed), wide=not mixed)),
     )
@@ -104,12 +105,17 @@ def _said(fun: Any, name: str) -> bool | None:
     """Returns whether the attribute `name`, by which a transformation to mixed precision declares
     itself, is true for the function or one that it wraps. Returns `None` if none of them has it.
     """
-    said = []
-    while fun is not None:
-        said.append(getattr(fun, name, None))
-        fun = getattr(fun, "__wrapped__", None)
-    said = [x for x in said if isinstance(x, bool)]
+    said = [x for x in _declared(fun, name) if isinstance(x, bool)]
     return any(said) if said else None
+
+
+def _declared(fun: Any, name: str) -> list[Any]:
+    """Returns the attributes `name` of the function and of those that it wraps, from outside in."""
+    found = []
+    while fun is not None:
+        found.append(getattr(fun, name, None))
+        fun = getattr(fun, "__wrapped__", None)
+    return [x for x in found if x is not None]
 
 
 @public

@@ -42,6 +42,8 @@ def parse_terms(terms: Any, coords: tuple[str, ...], outputs: tuple[str, ...]) -
         if output not in outputs:
             joined = f" For one output of that name write `outputs=[{output!r}]`."
             hint = joined if output == "".join(outputs) else ""
+            if output == "lap" and suffix in outputs:
+                hint = f" `laplacian` returns {name!r} without being asked for it."
             raise ValueError(
                 f"`{called()}` does not know the output {output or name!r} of the term {name!r}. "
                 f"The outputs are {', '.join(outputs)}; a term is one of them, or one of them with "
@@ -143,9 +145,9 @@ def as_network(fun: Callable, outputs: tuple[str, ...]) -> Callable:
         if shape != (len(outputs),) and not (shape == () and len(outputs) == 1):
             what = f"shape {shape}" if shape is not None else f"{type(out).__name__}"
             raise ValueError(
-                f"`{called()}` expects {len(outputs)} outputs, {', '.join(outputs)}, but the "
-                f"network returned {what} for one point. It must return an array with an entry for "
-                "each of `outputs`" + (", or a scalar." if len(outputs) == 1 else ".")
+                f"`{called()}` expects an entry for each of `outputs`, {', '.join(outputs)}, but "
+                f"the network returned {what} for one point. It must return an array of shape "
+                f"({len(outputs)},)" + (" or a scalar." if len(outputs) == 1 else ".")
             )
         if not jnp.issubdtype(out.dtype, jnp.inexact):
             raise TypeError(

@@ -314,16 +314,17 @@ class Scaling(AbstractLossScaling):
     [`mpx_pde.partials`][].
 
     ```python
-    scaling = mpx.Scaling(derivatives=mpx.DerivativeScaling.per_direction("xt"))
+    scaling = mpx.Scaling(derivatives=mpx.DerivativeScaling.per_direction("tx"))
 
 
     def loss(model, points, *, derivatives):
-        terms = mpx.partials(model, ["u_t", "u_xx"], coords="xt", outputs="u", scaling=derivatives)
+        terms = mpx.partials(model, ["u_t", "u_xx"], coords="tx", outputs="u", scaling=derivatives)
         d = jax.vmap(terms)(points)
         return jnp.mean((d["u_t"] - d["u_xx"]) ** 2)
 
 
-    scaling, finite, grads = mpx.filter_grad(loss, scaling, keep_full=(False, True))(model, points)
+    value_and_grad = mpx.filter_value_and_grad(loss, scaling, forward="float32")
+    value, scaling, finite, grads = value_and_grad(model, points)
     ```
 
     The two are adjusted separately. An overflow of a derivative says nothing about the loss scale,
@@ -443,18 +444,13 @@ def check_takes_derivatives(func: Callable) -> None:
         ) from None
 
 
-def check_takes_no_derivatives(func: Callable) -> None:
-    """Raises a `TypeError` if `func` needs a keyword `derivatives`."""
+def needs_derivatives(func: Callable) -> bool:
+    """Returns whether `func` needs a keyword `derivatives`."""
     try:
         x = inspect.signature(func).parameters.get("derivatives")
     except ValueError:  # a built-in without a signature
-        return
-    if x and x.kind is x.KEYWORD_ONLY and x.default is x.empty:
-        raise TypeError(
-            f"`{called()}` passes `derivatives` to the function with a `Scaling` alone, but "
-            "got no derivative scales. Pass `mpx_pde.Scaling(derivatives=mpx_pde.DerivativeScaling"
-            ".per_direction(...))`, or write `derivatives=None` in the function."
-        )
+        return False
+    return x is not None and x.kind is x.KEYWORD_ONLY and x.default is x.empty
 
 
 def sum_counts(

@@ -1,4 +1,4 @@
-"""Records derivatives in float16 that are taken without a scaling."""
+"""Records the derivatives that a loss takes: those in float16 without a scaling, and in what."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,3 +31,24 @@ def note_unscaled(order: int) -> None:
     orders = _unscaled.get()
     if orders is not None and order >= _UNSCALED:
         orders[called()] = max(order, orders.get(called(), 0))
+
+
+_coordinates: ContextVar[dict[str, None] | None] = ContextVar("coordinates", default=None)
+
+
+@contextmanager
+def noting_coordinates() -> Iterator[dict[str, None]]:
+    """Yields the names of the coordinates of all derivatives in its context, in their order."""
+    found: dict[str, None] = {}
+    token = _coordinates.set(found)
+    try:
+        yield found
+    finally:
+        _coordinates.reset(token)
+
+
+def note_coordinates(coords: tuple[str, ...]) -> None:
+    """Records the coordinates of derivatives that are taken."""
+    found = _coordinates.get()
+    if found is not None:
+        found.update(dict.fromkeys(coords))

@@ -79,8 +79,9 @@ class Watched:
     text = (
         "The gradient was exactly zero as a whole in {} steps so far, although the loss was not: "
         "something overflows in the forward pass, and its derivative ends in 1/∞, or the gradient "
-        "is below the range of the half type. `mpx_pde.explain_nonfinite(mpx_pde.filter_grad(loss, "
-        "scaling, **options))(model, batch)`, with the options of the step, names the line. "
+        "is below the range of the half type, or it is zero in float32 too. "
+        "`mpx_pde.explain_nonfinite(mpx_pde.filter_grad(loss, scaling, **options))(model, batch)`, "
+        "with the options of the step, names the line. "
         "`autocast=True` or `forward='float32'` keeps such operations in float32. The scaling "
         "counts these steps in `vanished_steps`. If it is meant, filter `mpx_pde.PrecisionWarning`."
     )

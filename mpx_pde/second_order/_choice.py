@@ -72,7 +72,8 @@ def chosen(asked: str, jacobian: str, memory: float, rows: int, parameters: int)
     small = "primal" if slower * operations["primal"] <= operations["dual"] else "dual"
     few = "parameters" if small == "primal" else "residuals"
     if space[small] <= memory:
-        method, reason = small, f"a matrix of {few}² takes the fewest operations"
+        method = small
+        reason = f"of the two matrices, the one of {few}² takes fewer operations"
     else:
         method = "low_rank"
         reason = f"a matrix of {few}² takes more than {_bytes(memory)}"

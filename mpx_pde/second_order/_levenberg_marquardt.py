@@ -365,8 +365,9 @@ class LevenbergMarquardt(eqx.Module):
         if length != count:
             raise ValueError(
                 "`LevenbergMarquardt.update` needs a tuple with the examples of each of the "
-                f"{count} residuals as `batches`, but got a {type(batches).__name__}"
-                + (f" of {length}." if length is not None else ".")
+                f"{count} residuals as `batches`, but got "
+                + (in_a_line(batches) if length is None else f"a tuple of {length}")
+                + "."
             )
         return batches
 

@@ -95,9 +95,12 @@ class Points(eqx.Module):
         self.count, self.share, self.candidates = int(count), float(share), int(candidates)
         self.residual, self.faces, self.dtype = residual, tuple(faces), dtype
 
-    @eqx.filter_jit
     def __call__(self, model: PyTree, *, key: PRNGKeyArray) -> Float[Array, "count coords"]:
         """Draws points for a model."""
+        return self._drawn(model, key)
+
+    @eqx.filter_jit
+    def _drawn(self, model: PyTree, key: PRNGKeyArray) -> Float[Array, "count coords"]:
         chosen = round(self.share * self.count)
         if self.residual is None or not chosen:
             return self._even(key, self.count)

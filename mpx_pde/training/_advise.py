@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import inspect
 import itertools
+import json
 import sys
 import warnings
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from ..reports._precision import arrays_closed_over, precision_report
 from ..reports._stats import percent
 from ..scaling._derivatives import Scaling
 from ..scaling._loss import AbstractLossScaling, DynamicLossScaling, NoOpLossScaling
+from ..scaling._unscaled import noting_coordinates
 from ._floor import in_float64
 from ._grad import filter_value_and_grad
 from ._gradient import Gradient, check_eager
@@ -206,21 +208,48 @@ def advise(
         with warnings.catch_warnings():
             # The advice says the same, and more.
             warnings.simplefilter("ignore", PrecisionWarning)
-            return _advice((func, start, has_aux), overrides, args, kwargs, _start(scaling, alone))
+            task = func, start, has_aux
+            closed_over, coords = _traced(task, args, kwargs)
+            begin = _start(scaling, alone, coords)
+            return _advice(task, overrides, args, kwargs, begin, closed_over)
 
     return advice
 
 
-def _start(scaling: AbstractLossScaling | None, alone: bool) -> str:
+def _traced(task: tuple, args: tuple, kwargs: dict) -> tuple[tuple[str, ...], list[str]]:
+    """Describes the arrays that a loss closes over, and names the coordinates of derivatives that
+    it takes by their names."""
+    func, scaling, has_aux = task
+
+    # The arrays of the scaling are none of them.
+    def gradient(scaling, args, kwargs):
+        return filter_value_and_grad(func, scaling, has_aux, False)(*args, **kwargs)
+
+    with noting_coordinates() as coords:
+        closed = eqx.filter_make_jaxpr(gradient)(scaling, args, kwargs)[0]
+    return tuple(arrays_closed_over(closed)), list(coords)
+
+
+def _start(scaling: AbstractLossScaling | None, alone: bool, coords: list[str]) -> str:
     """Returns the line of code that builds the scaling to train with in float16; empty if the user
     has built one. `alone` says that the loss takes derivatives, whose scales were not given."""
     if alone:
-        return "scaling = mpx_pde.Scaling(derivatives=mpx_pde.DerivativeScaling.per_direction(...))"
+        names = "".join(coords) if all(len(name) == 1 for name in coords) else coords
+        shown = json.dumps(names) if coords else "..."
+        return (
+            "scaling = mpx_pde.Scaling("
+            f"derivatives=mpx_pde.DerivativeScaling.per_direction({shown}))"
+        )
     return "scaling = mpx_pde.DynamicLossScaling()" if scaling is None else ""
 
 
 def _advice(
-    task: tuple, overrides: dict[str, Any], args: tuple, kwargs: dict, start: str
+    task: tuple,
+    overrides: dict[str, Any],
+    args: tuple,
+    kwargs: dict,
+    start: str,
+    closed_over: tuple[str, ...],
 ) -> Advice:
     """Tries the precisions on `task`, which is a loss, its scaling, and whether it has auxiliary
     output. The options `overrides` apply to half precision throughout. `start` is the line of code
@@ -246,10 +275,7 @@ def _advice(
     on_cpu = jax.default_backend() == "cpu" and choice is rows[0]
     other = next((row for row in good if row is not rows[0]), None) if on_cpu else None
     on_gpu = "" if other is None else _written(other, task[2], start)
-    call_loss = filter_value_and_grad(*task, **_FULL)
-    closed_over = arrays_closed_over(eqx.filter_make_jaxpr(call_loss)(*args, **kwargs)[0])
-    examples = _examples(args)
-    details = width, reference, examples, tuple(closed_over), on_gpu
+    details = width, reference, _examples(args), closed_over, on_gpu
     return Advice(tuple(rows), choice, call, *details)
 
 

@@ -102,7 +102,9 @@ def filter_value_and_grad(
         [`mpx_pde.Scaling`][] with derivative scales as well. With the latter, `func` receives
         them as the keyword argument `derivatives`, and `grads_finite` is also false when one of
         these derivatives overflowed. Under `jax.jit`, a `func` that takes no derivative with them
-        in float16 is a [`mpx_pde.PrecisionWarning`][]. Without mixed precision this may be `None`.
+        in float16 is a [`mpx_pde.PrecisionWarning`][]. A `func` that needs `derivatives` gets
+        `None` with a [`mpx_pde.NoOpLossScaling`][], and without mixed precision, where `scaling`
+        may be `None` too.
     - `has_aux`: whether `func` returns auxiliary output.
     - `use_mixed_precision`: with `False` this is `equinox.filter_value_and_grad`: nothing is cast
         or scaled (`derivatives` is `None`), `scaling` is returned unchanged and `grads_finite`

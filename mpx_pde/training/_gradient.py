@@ -5,7 +5,8 @@ result.
 import dataclasses
 import functools as ft
 import inspect
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -33,7 +34,7 @@ from ..reports._diagnosis import diagnose, warn_of_unscaled
 from ..scaling._derivatives import (
     Scaling,
     check_takes_derivatives,
-    check_takes_no_derivatives,
+    needs_derivatives,
     sum_counts,
 )
 from ..scaling._loss import DynamicLossScaling, NoOpLossScaling, check_scaling, split_aux
@@ -250,12 +251,24 @@ class Gradient(eqx.Module):
         """Returns the derivative scaling that the function receives, or `None` if there is none."""
         return self.scaling.derivatives if isinstance(self.scaling, Scaling) else None
 
+    @property
+    def is_unscaled(self) -> bool:
+        """Returns whether nothing is scaled, neither the loss nor derivatives in it."""
+        return not self.mode.scales or isinstance(self.scaling, NoOpLossScaling)
+
     def with_derivatives(self, kwargs: dict, derivatives: Any) -> dict:
         """Returns the keyword arguments of the function, with the derivative scaling among them."""
         if self.derivatives is None:
-            if "derivatives" not in kwargs:
-                check_takes_no_derivatives(self.func)
-            return kwargs
+            if "derivatives" in kwargs or not needs_derivatives(self.func):
+                return kwargs
+            if self.is_unscaled:
+                return {**kwargs, "derivatives": None}
+            raise TypeError(
+                f"`{called()}` passes `derivatives` to the function with a `Scaling` alone, but "
+                "got no derivative scales. Pass `mpx_pde.Scaling(derivatives="
+                "mpx_pde.DerivativeScaling.per_direction(...))`, where nothing is scaled "
+                "`mpx_pde.NoOpLossScaling()`, or write `derivatives=None` in the function."
+            )
         if "derivatives" in kwargs:
             raise TypeError(
                 f"`{called()}` with a `Scaling` passes `derivatives` to the function "
@@ -396,12 +409,27 @@ class Transformed(eqx.Module):
         return self.is_mixed_precision and not isinstance(scaling, NoOpLossScaling)
 
     @property
+    def room_of_scale(self) -> int | None:
+        """Returns by how many powers of two the loss scale can fall; `None` if it has no bound."""
+        scaling = getattr(self.gradient.scaling, "loss", self.gradient.scaling)
+        if not isinstance(scaling, DynamicLossScaling):
+            return None
+        highest = float(np.max(np.asarray(scaling.loss_scaling)))
+        return round(math.log2(highest / scaling.min_loss_scaling))
+
+    @property
     def __signature__(self):
-        # The arguments that a caller passes do not include `derivatives`.
-        if self.gradient.derivatives is None:
+        # The caller passes no `derivatives`, or may leave them out.
+        gradient = self.gradient
+        if gradient.derivatives is not None:
+            signature = inspect.signature(gradient.func)
+            parameters = [p for p in signature.parameters.values() if p.name != "derivatives"]
+        elif gradient.is_unscaled and needs_derivatives(gradient.func):
+            signature = inspect.signature(gradient.func)
+            optional = {"derivatives": signature.parameters["derivatives"].replace(default=None)}
+            parameters = [*{**signature.parameters, **optional}.values()]
+        else:
             raise AttributeError("__signature__")
-        signature = inspect.signature(self.gradient.func)
-        parameters = [p for p in signature.parameters.values() if p.name != "derivatives"]
         return signature.replace(parameters=parameters)
 
     def __call__(self, /, *args, **kwargs):
@@ -413,6 +441,13 @@ class Transformed(eqx.Module):
             args, kwargs = copied((args, kwargs))
             with gradient.mode.context():
                 return self._run(args, kwargs)
+
+    def __iter__(self) -> Iterator:
+        call = self.gradient.call
+        raise TypeError(
+            f"`{call}` returns a function, and has no results before that is called. Write "
+            f"`mpx_pde.{call}(...)(model, batch)`."
+        )
 
     def _run(self, args: tuple, kwargs: dict) -> Any:
         gradient, mode = self.gradient, self.gradient.mode

@@ -17,6 +17,7 @@ from jax import lax
 from jaxtyping import PRNGKeyArray
 
 from .._util._calls import called, public
+from .._util._notes import noting
 from .._util._repr import in_a_line
 from .._util._types import BoolLike, MasterLike, PyTree
 from .._util._wrapper import says_how
@@ -55,6 +56,11 @@ def _checked_gradients(grads: PyTree, params: PyTree) -> PyTree:
         # Only the fast parameters have gradients.
         params = params.fast
         grads = grads.fast if isinstance(grads, optax.LookaheadParams) else grads
+    if type(grads) is tuple and type(params) is not tuple:
+        raise ValueError(
+            f"`{called()}` takes the gradients as `grads`, but got a tuple of {len(grads)}. Unpack "
+            "it: `scaling, grads_finite, grads = mpx_pde.filter_grad(loss, scaling)(model, batch)`."
+        )
     fix = " Of a part that is trained, pass that part, and `eqx.combine` it with the rest."
     floating = "the floating-point arrays of `model`"
     check_same_structure("`grads`", grads, floating, params, fix)
@@ -78,6 +84,13 @@ def _initial(optimizer: optax.GradientTransformation, params: PyTree) -> PyTree 
         return eqx.filter_eval_shape(optimizer.init, params)
     except (TypeError, ValueError):  # such as a mask that was made for other parameters
         return None
+
+
+_LACKS = (
+    "`optimizer_update` passes its keyword arguments on to the optimizer: "
+    "`optimizer_update(..., value=loss)`. A line search also takes `grad=grads` and, as "
+    "`value_fn`, a function that `mpx_pde.line_search_value` makes."
+)
 
 
 @contextmanager
@@ -337,7 +350,8 @@ def optimizer_update(
             update = partial(optimizer.update, **extra_args)
             if looks:
                 _warn_of_dtypes(update, (view.grads, *before), (grads, state, masters))
-            with _naming_a_state_of_another(optimizer, view):
+            lacks = noting(_LACKS, TypeError, about="required keyword-only argument")
+            with lacks, _naming_a_state_of_another(optimizer, view):
                 updates, new_state = update(grads, state, masters)
             updates = jtu.tree_map(lambda u, p: None if p is None else u, updates, floating)
             updates = jtu.tree_map(_unless_fixed, floating, updates, is_leaf=is_fixed)

@@ -519,3 +519,15 @@ def test_a_loss_scale_that_is_too_large_is_told_by_how_much():
     assert_tells(text, "divide it by 2^11", "`mpx.initial_scaling`")
     assert not mpx.range_report(run(2.0**9))(jnp.ones(2), x).first_overflow("float16")
     assert mpx.range_report(run(2.0**10))(jnp.ones(2), x).first_overflow("float16")
+
+
+@pytest.mark.parametrize(("lowest", "helps"), [(2.0**-24, False), (2.0**-100, True)])
+def test_a_loss_scale_is_not_told_to_fall_below_its_minimum(lowest, helps):
+    """The cotangent is 2^60 times the scale, here 2, and float16 ends at 2^16."""
+    loss = lambda w, x: 2.0**60 * jnp.sum(x @ w)
+    gradient = mpx.filter_grad(loss, mpx.DynamicLossScaling(2.0, lowest), forward="float32")
+    for run in (gradient, eqx.filter_jit(gradient)):
+        text = mpx.explain_nonfinite(run, "float16")(jnp.ones((2, 2)), jnp.ones((2, 2)))
+        fall = "divide it by 2^46" if helps else "would have to fall by 2^46, and can fall by 2^25"
+        assert_tells(text, "It belongs to the backward pass", fall)
+        assert ("no loss scale helps" in text) != helps

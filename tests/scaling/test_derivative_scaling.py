@@ -196,7 +196,37 @@ def test_coordinates_of_more_than_one_letter_per_order():
         np.testing.assert_array_equal(scaling.adjust(counts).exponents, shrunk)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scaling", "options", "error"),
+    [
+        (None, {"use_mixed_precision": False}, 1e-6),
+        (mpx.NoOpLossScaling(), {"forward": "float32"}, 2.0**-5),  # eight bfloat16 roundings
+    ],
+    ids=["full", "unscaled"],
+)
+def test_a_loss_that_needs_derivatives_gets_none_where_nothing_is_scaled(scaling, options, error):
+    """So the loss of one mode serves them all, and a baseline needs no other."""
+    w, x = jnp.ones((2, 2)), jnp.array([0.5, 0.25])
+
+    def loss(w, x, *, derivatives):
+        assert derivatives is None
+        net = lambda p: jnp.tanh(w @ jnp.tanh(w @ p))[0]
+        fun = mpx.partials(net, ["u_xx"], coords="xy", outputs="u")
+        return fun(x)["u_xx"] ** 2
+
+    run = mpx.filter_value_and_grad(loss, scaling, **options)
+    with mpx.half_precision("bfloat16"):
+        value, *_, grads = run(w, x)
+        # A compiled call binds its arguments to the signature. By hand it is the same.
+        for alike in (eqx.filter_jit(run)(w, x), eqx.filter_jit(run)(w, x, derivatives=None)):
+            assert relative(alike[3], grads) < 1e-6
+    want, want_grads = jax.value_and_grad(partial(loss, derivatives=None))(w, x)
+    assert relative(value, want) < 1e-6  # both are float32
+    assert relative(grads, want_grads) < error
+    with pytest.raises(TypeError, match=r"`filter_grad` .*`Scaling` alone.*NoOpLossScaling\(\)"):
+        mpx.filter_grad(loss, mpx.DynamicLossScaling(), forward="float32")(w, x)
+
+
 def test_a_laplacian_with_a_scaler_of_its_own_is_named_once():
     scaling = mpx.DerivativeScaling.per_order(2, special=["laplacian"])
     assert scaling.row_names.count("laplacian") == 1

@@ -284,7 +284,9 @@ def test_auto_takes_the_smaller_matrix_and_says_so():
     assert state.choice is None
     state = eqx.filter_jit(optimizer.update)(w, state, batches)[1]
     assert state.choice is not None
-    assert "dual: a matrix of residuals² takes the fewest operations (27 resid" in repr(state)
+    assert "dual: of the two matrices, the one of residuals² takes fewer operations (27" in repr(
+        state
+    )
     tight = mpx.LevenbergMarquardt((wave, edge), memory=1e3)
     state = eqx.filter_jit(tight.update)(w, state, batches)[1]  # a state of another optimizer
     assert "low_rank: a matrix of residuals² takes more than 1 kB" in repr(state)
@@ -293,8 +295,8 @@ def test_auto_takes_the_smaller_matrix_and_says_so():
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"jacobian": "float32"}, "primal: a matrix of parameters² takes the fewest operations"),
-        ({}, "dual: a matrix of residuals² takes the fewest operations"),
+        ({"jacobian": "float32"}, "primal: of the two matrices, the one of parameters²"),
+        ({}, "dual: of the two matrices, the one of residuals² takes fewer operations"),
         ({"method": "dual", "jacobian": "float32"}, "dual: as asked for"),
         ({"memory": 1e5}, "low_rank: a matrix of residuals² takes more than 100 kB"),
     ],

@@ -491,4 +491,4 @@ def test_the_state_of_an_ensemble_is_told():
         optimizer.update(model, state, jnp.ones((3, 2)))
     assert "damping=[" in repr(state)
     after = eqx.tree_at(lambda x: x.system, state, jnp.array([[0, 3, 2]] * 2))
-    assert "primal: a matrix of parameters²" in repr(after)
+    assert "primal: of the two matrices, the one of parameters²" in repr(after)

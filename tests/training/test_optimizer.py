@@ -161,6 +161,14 @@ def test_a_state_for_another_static_field_is_told_by_its_place():
         mpx.optimizer_update(model, optimizer, state, make_grads(model), True)
 
 
+def test_what_an_optimizer_lacks_is_told():
+    """The error is Optax's, and the note is ours."""
+    optimizer, w = optax.lbfgs(), jnp.ones(3)
+    with pytest.raises(TypeError, match="'value_fn'") as caught:
+        mpx.optimizer_update(w, optimizer, optimizer.init(w), w, True)
+    assert any("mpx_pde.line_search_value" in note for note in caught.value.__notes__)
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 def test_hyperparameters_in_half_are_told_of(dtype):
     """0.999 in bfloat16 and 1e-8 in float16 turn a finite gradient into NaN."""
