@@ -41,6 +41,11 @@ _DRAWN = (
 _UNBOUNDED = (
     "its uniform number may be 0, once in 1,024 (float16) or 128 draws, and it is infinite then"
 )
+_EXPONENT = (
+    "its derivative is the exponential of a sum of large terms that cancel, and is off by a "
+    "multiple for arguments of a hundred"
+)
+_ALTERNATES = "it is a series whose terms cancel for negative arguments, from about -6 on all of it"
 _PHASE = "it multiplies the argument by π, and the sine of a large rounded phase is arbitrary"
 
 _DISTRIBUTIONS = (
@@ -62,6 +67,8 @@ _FUNCTIONS = {
     "betaln": (("float16",), _CANCELS),
     **dict.fromkeys(("erfcx", "bessel_i0e", "bessel_i1e"), (HALVES, _CANCELS)),
     "rel_entr": (HALVES, _LOGARITHMS),
+    **dict.fromkeys(("igamma", "igammac", "regularized_incomplete_beta"), (HALVES, _EXPONENT)),
+    "hyp1f1": (HALVES, _ALTERNATES),
     "standardize": (("float16",), _OVERFLOWS),
     **dict.fromkeys(_DISTRIBUTIONS, (("bfloat16",), _DRAWN)),
     "rayleigh": (HALVES, _UNBOUNDED),
