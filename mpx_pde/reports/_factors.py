@@ -13,17 +13,14 @@ from ..program._products import HALVES
 from ..program._rebind import scan_counts
 from ._formulas import dtype_of
 from ._known import Known, value_of
+from ._sums import UNITS
 from ._survey import Seen, Survey
 
 
-FACTORS = 256
-"""The number of computed factors from which on a product of them loses too much.
-
-A factor near 1 is rounded by up to half a rounding of its format. The product of n is off by up to
-n / 2 roundings, if all are rounded alike, and by the root of n / 12 if they are not."""
-
 KNOWN = 64
-"""The same for known factors, which are mostly alike, as `0.999` is in `0.999**t`."""
+"""The number of known factors from which on a product of them loses too much. They are mostly
+alike, as those of `0.999**t`, so each adds up to half a rounding. Computed factors are rounded
+differently, and count from as many on as the format has units."""
 
 _NEAR = 1 / 64
 """The distance from 1 within which a product of factors reaches far enough to lose as much."""
@@ -41,7 +38,7 @@ def long_products(seen: Seen, survey: Survey, made: Mapping[int, Step]) -> Itera
     elif (axis := _multiplied_along(seen.step)) is not None:
         operand, atom = seen.step.inputs[0], seen.step.eqn.invars[0]
         half, length = dtype_of([atom]), aval_of(atom).shape[axis]
-        if half in HALVES and _loses(operand, length, survey.known, made):
+        if half in HALVES and _loses(operand, half, length, survey.known, made):
             yield half
 
 
@@ -66,8 +63,9 @@ def _of_loop(seen: Seen, survey: Survey, made: Mapping[int, Step]) -> Iterator[s
     inside = {**made, **{x: step for step in body.steps for x in step.outputs}}
     inside.update((y, made[x]) for x, y in seen.entered if isinstance(x, int) and x in made)
     for i, factors in found.items():
-        if any(_loses(x, eqn.params["length"], survey.known, inside) for x in factors or ()):
-            yield dtype_of([eqn.invars[i]])
+        half, length = dtype_of([eqn.invars[i]]), eqn.params["length"]
+        if any(_loses(x, half, length, survey.known, inside) for x in factors or ()):
+            yield half
 
 
 def _factors(steps: Iterable[Step], start: int) -> Mapping[Any, tuple[int | Constant, ...]]:
@@ -86,14 +84,18 @@ def _factors(steps: Iterable[Step], start: int) -> Mapping[Any, tuple[int | Cons
 
 
 def _loses(
-    x: int | Constant, length: int, known: Mapping[int, Known | None], made: Mapping[int, Step]
+    x: int | Constant,
+    half: str,
+    length: int,
+    known: Mapping[int, Known | None],
+    made: Mapping[int, Step],
 ) -> bool:
-    """Returns whether a product of `length` factors in an array loses too much."""
+    """Returns whether a product of `length` factors in an array of a half type loses too much."""
     if not isinstance(length, int) or length < KNOWN:
         return False
     if (value := value_of(x, known)) is not None:
         return _are_near_one(value())
-    return length >= FACTORS and not _is_whole(x, known, made)
+    return length >= UNITS[half] and not _is_whole(x, known, made)
 
 
 def _are_near_one(values: np.ndarray) -> bool:

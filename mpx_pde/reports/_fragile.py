@@ -125,8 +125,11 @@ def _fails(eqn: JaxprEqn) -> tuple[str, str, str] | None:
 def _name(eqn: JaxprEqn) -> str:
     """Returns the name of a primitive, or of the function of JAX that is called or made it."""
     name = eqn.params.get("name", eqn.primitive.name)
-    if eqn.primitive.name == "jit" and site_inside(eqn, NOWHERE).body is None:
+    body = site_inside(eqn, NOWHERE).body
+    if eqn.primitive.name == "jit" and body is None:
         return ""  # a function of the user's, whatever its name
+    if name.lstrip("_") in _DISTRIBUTIONS and (body is None or "random" not in body[0]):
+        return ""  # `logistic` is also the sigmoid
     if name in _INSIDE and is_of_jax(eqn, _INSIDE[name]):
         return _INSIDE[name]
     if name == "custom_jvp_call":

@@ -132,6 +132,7 @@ def test_random_numbers_of_bfloat16_are_told_and_lack_the_rare_ones(name):
         lambda key: jax.random.uniform(key, (8,), "bfloat16"),
         lambda key: jax.random.bernoulli(key, jnp.full(8, 0.5, "bfloat16")),
         lambda key: jax.random.rademacher(key, (8,), "bfloat16"),
+        lambda key: jax.nn.sigmoid(jnp.ones(8, "bfloat16")),  # its primitive is called `logistic`
         jax.jit(lambda key: jnp.ones(8, "bfloat16")),
     ],
 )
