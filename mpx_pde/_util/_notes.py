@@ -70,9 +70,11 @@ def _of_the_cast(error: str, dtype: np.dtype, backward: bool) -> str | None:
                 "arguments."
             )
         return (
-            "and something in it returns float32 all the same: a layer that is kept in full, or "
-            "that gets points which `keep_full` keeps. Wrap that layer as "
-            '`mpx_pde.FullPrecision(layer, out_dtype="half")`, which returns half precision, or '
+            "and something in it returns float32 all the same. An array that the function makes, "
+            "such as `jnp.arange(9.0)`, one that it closes over, or a NumPy number: give it the "
+            "dtype of what it meets by `astype(x.dtype)`, or write a Python number. A layer that "
+            "is kept in full, or that gets points which `keep_full` keeps: wrap it as "
+            '`mpx_pde.FullPrecision(layer, out_dtype="half")`, which returns half precision. Or '
             "pass `autocast=True`, which decides by operation."
         )
     if (named or "FFT" in error) and _UNKNOWN_IN_HALF.search(error):

@@ -25,6 +25,7 @@ from ..scaling._loss import NoOpLossScaling
 from ..scaling._probe import tap_p
 from ._cotangents import compared_cotangents
 from ._differences import magnified_differences
+from ._entries import entry_of
 from ._factorized import factorizations
 from ._fragile import fragile_calls
 from ._phases import rounded_phase
@@ -37,8 +38,8 @@ def diagnose(run: Callable, step: tuple, program: Program) -> None:
     """Warns of what the program of `run(*step)` loses in half precision. `step` is a `Gradient` and
     the arguments of its loss."""
     gradient, args, _ = step
-    _warn_of_full_products(run, step, program.closed)
     survey = Survey(program.closed)
+    _warn_of_full_products(run, step, program, survey)
     _warn_of_sums(gradient, survey)
     if gradient.mode.casts:
         _warn_of_phases(gradient, survey)
@@ -94,11 +95,11 @@ def checked(
     return shown(fun, args, look)
 
 
-def _warn_of_full_products(run: Callable, step: tuple, closed: ClosedJaxpr) -> None:
+def _warn_of_full_products(run: Callable, step: tuple, program: Program, survey: Survey) -> None:
     """Warns if too little of the work of products is done in half precision, unless the user named
     what stays in float32 and enough would be done without that."""
     gradient, *arguments = step
-    mode, report = gradient.mode, report_of(closed)
+    mode, report = gradient.mode, report_of(program.closed)
     if _castable(report) >= mode.least:
         return
     if (without := mode.without_overrides()) is not None:
@@ -106,12 +107,28 @@ def _warn_of_full_products(run: Callable, step: tuple, closed: ClosedJaxpr) -> N
         if _castable(report_of(trace_arrays(run, others, {})[0])) >= mode.least:
             return
     advice = mode.advice
-    if mode.casts and (arrays := arrays_closed_over(closed)):
+    if mode.casts:
+        advice = _entering(report, program, survey) + advice
+    if mode.casts and (arrays := arrays_closed_over(program.closed)):
         advice += (
             f" No cast reaches arrays that the loss closes over, here {', '.join(arrays)}: pass "
             "data as arguments."
         )
     warn_user(_text(report, mode.dtype, advice, "use_mixed_precision=False"))
+
+
+def _entering(report: PrecisionReport, program: Program, survey: Survey) -> str:
+    """Tells where float32 enters the program, of which the largest product in full is made."""
+    names = [_argument(path) for path, _ in program.leaves]
+    entry = entry_of(survey, _largest_in_full(report).line, names)
+    return f"float32 enters {entry}. " if entry else ""
+
+
+def _argument(path: Sequence[Any]) -> str:
+    """Names an array by its path in the function and arguments of a step: `run`, the arguments of
+    `run`, of which the second are those of the loss."""
+    at = jtu.keystr(tuple(path[2:]))
+    return f"argument {at}" if at else "the loss"
 
 
 def _castable(report: PrecisionReport) -> float:
@@ -134,8 +151,12 @@ def _of_numbers(report: PrecisionReport) -> list[ProductRow]:
     return real if real and work[0] >= _LEAST_REAL * work[1] else numbers
 
 
+def _largest_in_full(report: PrecisionReport) -> ProductRow:
+    return next(x for x in _of_numbers(report) if not x.half)
+
+
 def _text(report: PrecisionReport, dtype: np.dtype, advice: str, instead: str) -> str:
-    row = next(x for x in _of_numbers(report) if not x.half)
+    row = _largest_in_full(report)
     advice = advice if row.real else _OF_COMPLEX
     count = sum(row.count for row in _of_numbers(report))
     return (

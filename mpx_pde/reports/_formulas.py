@@ -29,11 +29,17 @@ _ITERATIONS = (
     "overflow in float16"
 )
 
+_FACTORS = (
+    "a factor near 1 keeps few digits of its distance from 1, so the product of n factors is off "
+    "by up to n / 2 roundings"
+)
+
 FORMULAS = {
     "covariance": ("takes `mean(x * y) - mean(x) * mean(y)`", _CANCELLED),
     "distances": ("takes `|x|² + |y|² - 2 x·y`", _NEAR),
     "normalization": ("divides by the root of a sum or mean of squares", _INFINITE),
     "iterations": ("solves a linear system by iterations", _ITERATIONS),
+    "factors": ("multiplies many factors, one after the other,", _FACTORS),
 }
 """Formulas and solvers that fail in a half type: what each does, and why it fails."""
 
@@ -71,16 +77,21 @@ class _Origin(NamedTuple):
 
 
 class Origins:
-    """The origins of the arrays of a program."""
+    """The origins of the arrays of a program.
+
+    **Attributes:**
+
+    - `made`: the equations that made its variables.
+    """
 
     def __init__(self) -> None:
-        self._made: dict[int, Step] = {}
+        self.made: dict[int, Step] = {}
         self._same: dict[int, int | Constant] = {}
 
     def add(self, seen: Seen) -> None:
         """Adds an equation."""
         step = seen.step
-        self._made.update(dict.fromkeys(step.outputs, step))
+        self.made.update(dict.fromkeys(step.outputs, step))
         if step.name in FUNCTIONS:
             self._same.update((inner, outer) for outer, inner in seen.entered)
             self._same.update(zip(step.outputs, seen.bodies[0].outputs, strict=True))
@@ -91,7 +102,7 @@ class Origins:
             if x in self._same:
                 x = self._same[x]
                 continue
-            step = self._made.get(x)
+            step = self.made.get(x)
             at = None if step is None else _position_up_to_a_factor(step)
             if step is None or at is None:
                 return _Origin(x, atom, step)

@@ -7,8 +7,9 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from ..program._jaxpr import bodies_of
-from ..program._lines import is_of_jax, line_of
+from ..program._lines import NOWHERE, is_of_jax, line_of, site_inside
 from ..program._products import HALVES
+from ._factors import long_products
 from ._formulas import FORMULAS, Origins, dtype_of, formulas
 from ._survey import Survey
 
@@ -33,7 +34,30 @@ _LOGARITHMS = (
     "it subtracts p log q from p log p, of which little is left where p is near q or far from 1"
 )
 _POWERS = "it takes the exponential of a rounded logarithm"
+_DRAWN = (
+    "only 128 numbers are drawn then, of a normal distribution none above 2.52, so rare ones never "
+    "occur. Draw in float32, and cast what is drawn"
+)
+_UNBOUNDED = (
+    "its uniform number may be 0, once in 1,024 (float16) or 128 draws, and it is infinite then"
+)
+_EXPONENT = (
+    "its derivative is the exponential of a sum of large terms that cancel, and is off by a "
+    "multiple for arguments of a hundred"
+)
+_ALTERNATES = "it is a series whose terms cancel for negative arguments, from about -6 on all of it"
 _PHASE = "it multiplies the argument by π, and the sine of a large rounded phase is arbitrary"
+
+_DISTRIBUTIONS = (
+    "normal",
+    "truncated_normal",
+    "gumbel",
+    "exponential",
+    "laplace",
+    "logistic",
+    "cauchy",
+)
+"""Distributions of `jax.random`, of which others are made."""
 
 _FUNCTIONS = {
     **dict.fromkeys(("acosh", "asinh", "atan2", "hypot"), (("float16",), _SQUARES)),
@@ -43,7 +67,11 @@ _FUNCTIONS = {
     "betaln": (("float16",), _CANCELS),
     **dict.fromkeys(("erfcx", "bessel_i0e", "bessel_i1e"), (HALVES, _CANCELS)),
     "rel_entr": (HALVES, _LOGARITHMS),
+    **dict.fromkeys(("igamma", "igammac", "regularized_incomplete_beta"), (HALVES, _EXPONENT)),
+    "hyp1f1": (HALVES, _ALTERNATES),
     "standardize": (("float16",), _OVERFLOWS),
+    **dict.fromkeys(_DISTRIBUTIONS, (("bfloat16",), _DRAWN)),
+    "rayleigh": (HALVES, _UNBOUNDED),
 }
 """The half types in which a function fails, and why, by the name of its primitive or of JAX's
 function."""
@@ -65,7 +93,7 @@ def fragile_calls(survey: Survey) -> list[Fragile]:
 
     `python -m benchmarks sweep` finds such functions: their values or derivatives are wrong in half
     for arguments that half precision holds exactly. So are covariances as differences of means,
-    squared distances as differences of products, and iterative solvers.
+    squared distances as differences of products, iterative solvers and long products of factors.
     """
     return list(dict.fromkeys(_calls(survey)))
 
@@ -82,7 +110,8 @@ def _calls(survey: Survey) -> Iterator[Fragile]:
                 break
         else:
             origins.add(seen)
-            for name, half in formulas(seen.step, origins):
+            long = (("factors", half) for half in long_products(seen, survey, origins.made))
+            for name, half in (*formulas(seen.step, origins), *long):
                 yield Fragile(seen.site.line or "unknown", name, half, FORMULAS[name][1])
 
 
@@ -96,6 +125,11 @@ def _fails(eqn: JaxprEqn) -> tuple[str, str, str] | None:
 def _name(eqn: JaxprEqn) -> str:
     """Returns the name of a primitive, or of the function of JAX that is called or made it."""
     name = eqn.params.get("name", eqn.primitive.name)
+    body = site_inside(eqn, NOWHERE).body
+    if eqn.primitive.name == "jit" and body is None:
+        return ""  # a function of the user's, whatever its name
+    if name.lstrip("_") in _DISTRIBUTIONS and (body is None or "random" not in body[0]):
+        return ""  # `logistic` is also the sigmoid
     if name in _INSIDE and is_of_jax(eqn, _INSIDE[name]):
         return _INSIDE[name]
     if name == "custom_jvp_call":

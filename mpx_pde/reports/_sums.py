@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,10 +21,12 @@ from ._survey import Seen, Survey
 UNITS = {"float16": 2**11, "bfloat16": 2**8}
 """The number of equal terms from which on a sum in each half type stands still."""
 
-STEPS = {"float16": 128, "bfloat16": 48}
-"""The number of steps from which on a loop loses too much of what each step adds to its state. Of n
-steps of an integrator each adds about 1/n of the state, so most digits of it are rounded away: the
-gradient of 128 Euler steps is off by 2 % in float16, that of 50 steps by 8 % in bfloat16."""
+STEPS = 40
+"""The number of steps from which on a loop loses too much of what each step adds to its state.
+
+A step rounds the state once. Its increment is about 1/n of the state, so n steps lose up to n
+roundings of the sum of all increments, in each half type. Integrators lose 0.1 to 0.5 roundings a
+step, and 16 roundings are what any function may lose: 16 / 0.4 steps."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,13 +59,17 @@ class LongSum:
     def stagnates(self, dtype: str | None = None) -> bool:
         """Returns whether there are more terms than a half type has units, or more steps than leave
         enough of each, by default for the sum's own dtype."""
-        limits = STEPS if self.steps else UNITS
-        return self.terms > limits.get(dtype or self.dtype, math.inf)
+        return self.terms > _most(dtype or self.dtype, self.steps)
 
     def __str__(self) -> str:
         what = f"`{self.primitive}`" + " of a gradient" * self.backward
         terms = "steps" if self.steps else "terms"
         return f"{self.line} {what}: up to {self.terms:,} {terms} in {self.dtype}"
+
+
+def _most(dtype: str, steps: bool) -> int | float:
+    """Returns the largest number of terms, or of steps, of which a dtype keeps enough."""
+    return min(UNITS[dtype], STEPS - 1 if steps else math.inf) if dtype in UNITS else math.inf
 
 
 def long_sums(survey: Survey, *, wide: bool = False) -> list[LongSum]:
@@ -77,8 +83,7 @@ def long_sums(survey: Survey, *, wide: bool = False) -> list[LongSum]:
     """
     found: dict[LongSum, LongSum] = {}
     for one in _sums(survey, wide):
-        limits = STEPS if one.steps else UNITS
-        if one.terms > limits.get(one.dtype, limits["bfloat16"]):
+        if one.terms > _most(one.dtype if one.half else "bfloat16", one.steps):
             alike = dataclasses.replace(one, terms=0)
             found[alike] = max(found.get(alike, one), one, key=lambda x: x.terms)
     return sorted(found.values(), key=lambda x: -x.terms)
@@ -127,7 +132,7 @@ def _sums(survey: Survey, wide: bool) -> Iterator[LongSum]:
         if seen.step.name in _TERMS and _counts(seen.step.eqn.outvars[0], wide):
             yield _sum(seen.step.name, seen.step.eqn.outvars[0], _terms_of(seen), seen.site)
         if seen.step.name == "scan":
-            yield from _carried(seen, survey.known, wide)
+            yield from _carried(seen, survey, wide)
 
 
 def _terms_of(seen: Seen) -> int:
@@ -148,7 +153,7 @@ def _sum(name: str, atom: Any, terms: int, site: Site, steps: bool = False) -> L
     return LongSum(line, name, dtype, terms, bool(site.backward), steps)
 
 
-def _carried(seen: Seen, known: Mapping[int, Known | None], wide: bool) -> Iterator[LongSum]:
+def _carried(seen: Seen, survey: Survey, wide: bool) -> Iterator[LongSum]:
     """Yields the values that a loop carries and adds something to at each step."""
     eqn, (flat,) = seen.step.eqn, seen.bodies
     length, (first, count) = eqn.params["length"], scan_counts(eqn)
@@ -160,13 +165,16 @@ def _carried(seen: Seen, known: Mapping[int, Known | None], wide: bool) -> Itera
     changing = dependent(flat, (*flat.inputs[first:], *read))
     for i in numbers:
         units = UNITS.get(aval_of(eqn.invars[i]).dtype.name, UNITS["bfloat16"])
-        fixed = lambda x, units=units: x not in changing and _may_keep(value_of(x, known), units)
+        fixed = lambda x, units=units: (
+            x not in changing and _may_keep(value_of(x, survey.known), units)
+        )
         held = _added_to(flat.steps, flat.inputs[i], fixed)
         added = held.get(flat.outputs[i - first])
         if added is not None:
             site = site_within(added.eqn, (*seen.inside, *added.calls))
             terms = {*added.variables} - held.keys()
             steps = not terms.isdisjoint(_fed_by(flat, i, carried))
+            steps = steps and not _from_layers(flat, carried, terms, survey)
             yield _sum("scan", eqn.invars[i], length, site if site.line else seen.site, steps)
 
 
@@ -181,6 +189,47 @@ def _fed_by(flat: Flat, i: int, carried: range) -> set[int]:
         if more == on:
             return found
         on = more
+
+
+def _from_layers(flat: Flat, carried: range, terms: Iterable[int], survey: Survey) -> bool:
+    """Returns whether what a loop adds to its state comes out of products of the state with other
+    arrays in each step, as in the layers of a network. What these add differs from layer to layer,
+    so what is rounded away does not add up."""
+    state = dependent(flat, [flat.inputs[i] for i in carried])
+    layers = dependent(flat, flat.inputs[carried.stop :]) - state
+    bodies = {id(seen.step): seen.bodies for seen in survey.seen if seen.bodies}
+    made = _multiplied(flat, state, layers, bodies)
+    return not dependent(flat, made).isdisjoint(terms)
+
+
+def _multiplied(
+    flat: Flat, state: set[int], layers: set[int], bodies: Mapping[int, Sequence[Flat]]
+) -> list[int]:
+    """Returns the results of products of one of `state` with one of `layers`, also if they are
+    inside of a container, whose programs are among the `bodies`."""
+    out: list[int] = []
+    for step in flat.steps:
+        both = [not variables.isdisjoint(step.variables) for variables in (state, layers)]
+        if not all(both):
+            continue
+        inner = [x for x in bodies.get(id(step), ()) if len(x.inputs) == len(step.inputs)]
+        if step.name in tables.PRODUCTS or any(
+            _multiplied(body, *_inside(body, step, state, layers), bodies) for body in inner
+        ):
+            out += step.outputs
+    return out
+
+
+def _inside(body: Flat, step: Step, state: set[int], layers: set[int]) -> tuple[set[int], set[int]]:
+    """Returns which variables in the program of a container depend on the state, and which on
+    layers alone."""
+    both = [
+        dependent(
+            body, [y for x, y in zip(step.inputs, body.inputs, strict=True) if x in variables]
+        )
+        for variables in (state, layers)
+    ]
+    return both[0], both[1] - both[0]
 
 
 _PASSED = tables.LAYOUT | {"convert_element_type", "select_n", "optimization_barrier", "name"}

@@ -11,6 +11,7 @@ from helpers import (
     HALVES,
     TOLERANCES,
     assert_half,
+    assert_tells,
     normal,
     relative,
     scalar,
@@ -221,7 +222,7 @@ def test_float32_beside_half_names_the_mend(behind, call):
             run(first)
         [note] = [n for n in caught.value.__notes__ if "mpx_pde" in n]
         assert note.startswith(f"`{call}` has cast the arguments of this function to {half}")
-        assert '`mpx_pde.FullPrecision(layer, out_dtype="half")`' in note
+        assert_tells(note, '`mpx_pde.FullPrecision(layer, out_dtype="half")`', "jnp.arange(9.0)")
     # The suggestion works.
     run(mpx.FullPrecision(linear, out_dtype="half"))
 

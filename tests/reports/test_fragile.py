@@ -34,6 +34,13 @@ FAIL = {
     "bessel_i0e": (jax.scipy.special.i0e, LARGE / 16),
     "bessel_i1e": (jax.scipy.special.i1e, LARGE / 16),
     "rel_entr": (lambda x: jax.scipy.special.kl_div(x, 1.03125 * x), LARGE / 2**10),
+    "igamma": (lambda x: jax.scipy.special.gammainc(lax.stop_gradient(x), x), LARGE / 4),
+    "igammac": (lambda x: jax.scipy.special.gammaincc(lax.stop_gradient(x), x), LARGE / 4),
+    "regularized_incomplete_beta": (
+        lambda x: jax.scipy.special.betainc(*lax.stop_gradient((x, 1.25 * x)), x / 2048),
+        LARGE,
+    ),
+    "hyp1f1": (lambda x: jax.scipy.special.hyp1f1(1.5, 2.5, x), -LARGE / 64),
 }
 
 
@@ -50,6 +57,7 @@ def loss_of(f):
 
 
 SLOW = {"betaln", "bessel_i0e", "bessel_i1e", "erfcx", "geomspace"}  # series
+SLOW |= {"igamma", "igammac", "regularized_incomplete_beta", "hyp1f1"}
 
 
 @pytest.mark.parametrize(
@@ -86,6 +94,105 @@ def test_a_gradient_warns_of_them_inside_of_loops_too():
     assert_tells(str(told[0].message), "astype(jnp.float32)", "autocast=True", "forward='float32'")
     for mend in ({"autocast": True}, {"forward": "float32"}):
         run(**mend)(*given)  # warnings are errors
+
+
+DRAW = {
+    "normal": jax.random.normal,
+    "truncated_normal": lambda key, *args: jax.random.truncated_normal(key, -5.0, 5.0, *args),
+    "gumbel": jax.random.gumbel,
+    "exponential": jax.random.exponential,
+    "laplace": jax.random.laplace,
+    "logistic": jax.random.logistic,
+    "cauchy": jax.random.cauchy,
+    "rayleigh": lambda key, shape, dtype: jax.random.rayleigh(
+        key, jnp.ones((), dtype), shape, dtype
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DRAW)
+def test_random_numbers_of_bfloat16_are_told_and_lack_the_rare_ones(name):
+    key, draw = jax.random.key(0), lambda key, half: DRAW[name](key, (2**14,), half)
+    assert [x.name for x in told_of(lambda key: draw(key, "bfloat16"), key)] == [name]
+    tails = {
+        dtype: np.quantile(
+            np.asarray(draw(key, dtype)).astype(np.float64), [0.001, 0.999], method="nearest"
+        )
+        for dtype in ("float32", "bfloat16")
+    }
+    # 16 roundings, where different draws of float32 differ by a third of them.
+    assert not relative(tails["bfloat16"], tails["float32"]) < 16 * 2.0**-8
+    assert told_of(lambda key: draw(key, "float32").astype("bfloat16"), key) == []
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda key: jax.random.normal(key, (8,), "float16"),
+        lambda key: jax.random.uniform(key, (8,), "bfloat16"),
+        lambda key: jax.random.bernoulli(key, jnp.full(8, 0.5, "bfloat16")),
+        lambda key: jax.random.rademacher(key, (8,), "bfloat16"),
+        lambda key: jax.nn.sigmoid(jnp.ones(8, "bfloat16")),  # its primitive is called `logistic`
+        jax.jit(lambda key: jnp.ones(8, "bfloat16")),
+    ],
+)
+def test_other_random_numbers_are_not_told(draw):
+    assert told_of(draw, jax.random.key(0)) == []
+
+
+def test_a_function_of_the_user_is_not_told_for_its_name():
+    @jax.jit
+    def normal(x):
+        return x / 2
+
+    assert told_of(normal, jnp.ones(8, "bfloat16")) == []
+
+
+# Losses of rows of logits, with a long product of factors near 1.
+SURVIVAL = {
+    "cumprod": lambda h: jnp.mean(jnp.cumprod(1 - h, axis=1)),
+    "its reverse": lambda h: jnp.mean(lax.cumprod(1 - h, 1, reverse=True)),
+    "scan": lambda h: jnp.mean(lax.scan(lambda c, h: (c * (1 - h), c), 1 + 0 * h[:, 0], h.T)[1]),
+    "known factors": lambda h: jnp.mean(h * jnp.cumprod(jnp.full(len(h.T), 0.994, h.dtype))),
+    "known factors in a loop": lambda h: jnp.mean(
+        lax.scan(lambda c, h: (c * jnp.asarray(0.994, c.dtype), c * h), 1 + 0 * h[:, 0], h.T)[1]
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.slow) if "known" in x else x for x in SURVIVAL]
+)
+def test_long_products_of_factors_are_told_and_fail(name):
+    f = lambda x: SURVIVAL[name](jnp.full((1, 300), 0.0067, x.dtype) * x)
+    run = jax.jit(jax.grad(lambda x: f(x).astype("float32")))
+    x = jnp.ones((), "bfloat16")
+    told = told_of(run, x)
+    assert {call.name for call in told} == {"factors"}
+    assert "test_fragile.py:" in told[0].line
+    with jax.enable_x64(True):
+        want = run(np.ones(()))
+    # Numbers of bfloat16 below 1 are 2^-8 apart.
+    assert relative(run(x), want) > 16 * 2.0**-8
+    assert told_of(run, jnp.ones(())) == []
+
+
+@pytest.mark.parametrize(
+    "right",
+    [
+        lambda x: jnp.cumprod(1 - x[:128]),
+        lambda x: x * jnp.cumprod((x > 0).astype(x.dtype)),
+        lambda x: x * jnp.cumprod(1 - jnp.where(x > 0, 1.0, 0.0).astype(x.dtype)[::-1])[::-1],
+        lambda x: x * jnp.cumprod(jnp.full(512, 0.75, x.dtype)),
+        lambda x: lax.scan(lambda c, h: (c * h, c), x[0], (x > 0).astype(x.dtype))[1],
+        lambda x: lax.scan(lambda c, h: (c / 2, c * h), x[0], x)[1],
+        lambda x: lax.scan(lambda c, h: (jnp.tanh(c) * h, c), x[0], x)[1],
+        lambda x: jnp.prod(1 - x),
+    ],
+)
+def test_other_products_of_factors_are_not_told(right):
+    run = jax.grad(lambda x: jnp.sum(right(x)).astype("float32"))
+    assert told_of(run, jnp.ones(512, "bfloat16")) == []
 
 
 def centered(x):
