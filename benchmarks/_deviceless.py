@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import equinox as eqx
 import jax
@@ -179,7 +180,8 @@ def compile_for(
     options = {"xla_gpu_autotune_level": 0, **(compiler_options or {})}
     if _TARGETS[target][1] != "cuda":
         options = {k: v for k, v in options.items() if not k.startswith("xla_gpu_")}
-    lowered = jax.jit(program, donate_argnums=tuple(donate)).lower(*shapes)
+    with mock.patch.object(jax, "default_backend", return_value=first.platform):
+        lowered = jax.jit(program, donate_argnums=tuple(donate)).lower(*shapes)
     executable: Any = lowered.compile(compiler_options=options or None)
     memory, cost = executable.memory_analysis(), executable.cost_analysis() or {}
     sizes = memory.temp_size_in_bytes, memory.argument_size_in_bytes

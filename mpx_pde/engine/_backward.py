@@ -10,14 +10,12 @@ too.
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn
 from jax.extend.core.primitives import add_jaxvals_p
 
 from ..program import _tables as tables
@@ -26,81 +24,16 @@ from ..program._flat import Constant, Flat, Step, evaluated, flatten, read, vari
 from ..program._jaxpr import (
     aval_of,
     in_context_of,
-    own_bind,
-    scopes_of,
-    with_jaxprs,
     with_products,
 )
-from ..program._lines import source_of
-from ..program._products import KEPT_IN_HALF
 from ..program._rebind import rebind, scan_counts
 from ._custom import bind_recorded
 from ._facts import COMPUTED, DATA, Fact, facts_of
 from ._kept import Plan, make_plan
-from ._products import backward_product, forward_product, precise
-from ._program import with_products_in_order, without_checkpoints
+from ._precisions import Precisions
+from ._products import precise
+from ._program import orders_products, with_products_in_order, without_checkpoints
 from ._stacks import stacked
-
-
-_AGAIN = "rematted_computation"
-"""The scope in which JAX evaluates a checkpoint again."""
-
-
-class Precisions(NamedTuple):
-    """The precisions of both passes.
-
-    **Attributes:**
-
-    - `algorithm`: the split product of the forward pass; `None` for the highest precision.
-    - `half`: the dtype of what is kept, and of the operands of products in the backward pass.
-    """
-
-    algorithm: str | None
-    half: np.dtype
-
-    def bind(self, step: Step, operands: Sequence[Any], *, backward: bool) -> list:
-        """Evaluates an equation of one of the two passes."""
-        eqn = self._backward(step.eqn) if backward else self._forward(step.eqn)
-        with in_context_of(step.eqn, source_of(step.eqn, step.calls)):
-            return own_bind(eqn, operands)
-
-    def _forward(self, eqn: JaxprEqn) -> JaxprEqn:
-        return with_products(eqn, partial(forward_product, algorithm=self.algorithm))
-
-    def _backward(self, eqn: JaxprEqn) -> JaxprEqn:
-        if _AGAIN in scopes_of(eqn):
-            return self._forward(eqn)
-        if eqn.primitive.name in tables.PRODUCTS:
-            return backward_product(eqn, self.half)
-        return with_jaxprs(eqn, lambda x: x.replace(eqns=list(map(self._backward, x.eqns))))
-
-    def again(self, step: Step, operands: Sequence[Any]) -> list:
-        """Evaluates a product of the forward pass again. Its result is rounded, too, as it would be
-        if it were kept."""
-        eqn = backward_product(step.eqn, self.half)
-        if eqn is step.eqn:
-            return self.bind(step, operands, backward=True)
-        with in_context_of(eqn):
-            rounded = eqn.replace(params={**eqn.params, "out_dtype": self.half})
-            (out,) = own_bind(rounded, operands)
-            return [_overflow_as_nan(out).astype(eqn.params["out_dtype"])]
-
-    def kept(self, x: Any, made: Step) -> Any:
-        """Rounds an array that a step made."""
-        with in_context_of(made.eqn), jax.named_scope(KEPT_IN_HALF):
-            return lax.optimization_barrier(_overflow_as_nan(x.astype(self.half), x))
-
-
-def _overflow_as_nan(half: Any, unrounded: Any = None) -> Any:
-    """Returns values in half with NaN in place of each that overflowed, so that it is seen. Without
-    the `unrounded` values, an infinity counts as one. bfloat16 has the range of float32."""
-    if half.dtype != np.float16:
-        return half
-    if unrounded is None:
-        lost = ~lax.is_finite(half)
-    else:
-        lost = lax.is_finite(unrounded) & ~lax.is_finite(half)
-    return lax.select(lost, lax.full_like(half, jnp.nan), half)
 
 
 @jax.tree_util.register_dataclass
@@ -147,7 +80,7 @@ def run_forward(
             # What is computed of data alone does not take a split product.
             exact = bool(step.outputs) and plan.facts.of[step.outputs[0]].level < COMPUTED
             own = by._replace(algorithm=None) if exact else by
-            out = own.bind(step, args, backward=False)
+            out = own.forward(step, args)
         env.update(zip(step.outputs, out, strict=True))
     made = plan.facts.made
     kept = {k: by.kept(env[k], made[k]) if rounded else env[k] for k, rounded in plan.kept.items()}
@@ -230,17 +163,24 @@ class Again:
         if step.name in tables.PRODUCTS:
             out = self.by.again(step, operands)
         else:
-            out = self.by.bind(step, operands, backward=False)
+            out = self.by.forward(step, operands)
         self.env.update(zip(step.outputs, out, strict=True))
 
 
 def run_backward(
-    plan: Plan, values: Values, operands: Mapping[int, Any], by: Precisions, again: Again
+    plan: Plan,
+    values: Values,
+    operands: Mapping[int, Any],
+    by: Precisions,
+    again: Again,
+    still: Collection[int] = (),
 ) -> list[Any]:
     """Returns the results of the backward program. `operands` are those that are not `wanted`: the
-    cotangents, and inside of a loop also what it adds up and its constants."""
+    cotangents, and inside of a loop also what it adds up and its constants. Those that depend on no
+    cotangent are `still`."""
     env: dict[int, Any] = {k: c.value for k, c in plan.backward.constants.items()}
     env.update(operands)
+    moving = operands.keys() - still
 
     def value(x: int | Constant) -> Any:
         if not isinstance(x, Constant) and x in plan.wanted and x not in env:
@@ -249,10 +189,13 @@ def run_backward(
 
     terms = _gradient_terms(plan.backward)
     for step in plan.backward.steps:
+        moves = [not isinstance(x, Constant) and x in moving for x in step.inputs]
         if id(step) in plan.loops:
-            out = _scan_backward(plan, step, values, value, by, again)
+            out = _scan_backward(plan, step, values, value, by, again, moves)
+            moving.update(step.outputs)
         else:
-            out = by.bind(step, list(map(value, step.inputs)), backward=True)
+            out, results = by.backward(step, list(map(value, step.inputs)), moves)
+            moving.update(x for x, moves in zip(step.outputs, results, strict=True) if moves)
         again.gradients += [x for k, x in zip(step.outputs, out, strict=True) if k in terms]
         env.update(zip(step.outputs, out, strict=True))
     return list(map(value, plan.backward.outputs))
@@ -269,15 +212,26 @@ def _gradient_terms(backward: Flat) -> set[int]:
 
 
 def _scan_backward(
-    plan: Plan, step: Step, values: Values, value: Callable, by: Precisions, again: Again
+    plan: Plan,
+    step: Step,
+    values: Values,
+    value: Callable,
+    by: Precisions,
+    again: Again,
+    moves: Sequence[bool],
 ) -> list[Any]:
-    """Evaluates the transpose of a loop on what the steps of the loop kept."""
+    """Evaluates the transpose of a loop on what the steps of the loop kept. What it carries are
+    cotangents; `moves` tells which of its other operands depend on one."""
     inner, (scan, places) = plan.loops[id(step)], plan.stacked[id(step)]
     outside = {
         k: again(x)
         for k, x in zip(inner.forward.inputs, scan.inputs, strict=False)
         if k in inner.operands and k not in values.loops[id(scan)].operands
     }
+    n_consts, n_carry = scan_counts(step.eqn)
+    carried = range(n_consts, n_consts + n_carry)
+    pairs = enumerate(zip(inner.backward.inputs, moves, strict=True))
+    still = {k for i, (k, moves) in pairs if not moves and i not in carried}
     first = min(places)
     args = [
         (values.loops[id(scan)] if i == first else ()) if i in places else value(x)
@@ -291,7 +245,7 @@ def _scan_backward(
             for i, (k, x) in enumerate(zip(inner.backward.inputs, args, strict=True))
             if i not in places
         }
-        return run_backward(inner, own, operands, by, Again(inner, own, by, outside))
+        return run_backward(inner, own, operands, by, Again(inner, own, by, outside), still)
 
     with in_context_of(step.eqn):
         return rebind(step.eqn, args, [body])
@@ -320,7 +274,8 @@ def value_and_pullback(
     """
     with trace:
         closed, shapes = jax.make_jaxpr(fun, return_shape=True)(moving, fixed)
-        closed = closed.replace(jaxpr=with_products_in_order(closed.jaxpr))
+        if orders_products():
+            closed = closed.replace(jaxpr=with_products_in_order(closed.jaxpr))
         program = flatten(without_checkpoints(closed), forward_mode=False)
         facts = facts_of(program, operand_facts, by.half)
 

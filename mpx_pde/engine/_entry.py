@@ -27,10 +27,11 @@ from ..program._jaxpr import (
     size_of,
     trace_arrays,
 )
-from ._backward import Precisions, value_and_pullback
+from ._backward import value_and_pullback
 from ._custom import custom_in_compute_dtype, own_in_compute_dtype
 from ._derivatives import Derivatives, Scaled
 from ._facts import DATA, MASTER, Fact
+from ._precisions import Precisions
 from ._products import Product
 from ._storage import RAW, Staged, Storage, typed
 from .taylor._jets import Jet, is_inexact

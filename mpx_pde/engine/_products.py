@@ -22,7 +22,7 @@ from ..program import _tables as tables
 from ..program._flat import Constant, Flat, Step
 from ..program._jaxpr import aval_of, own_bind
 from ..program._products import asks_for_more, says_its_dtype
-from ._program import exchanged
+from ._program import exchanged, orders_products
 from ._segments import StreamRole
 from ._storage import DEEP, RAW, WILD, Storage
 from .taylor import _together as together
@@ -159,7 +159,7 @@ class Product:
         """
         if self.open:
             eqn = precise(eqn) if first else eqn
-            if _has_vector(eqn):
+            if _has_vector(eqn) and orders_products():
                 # A `vmap` over vectors then adds the first axis of the result.
                 by_vector = exchanged(eqn)
                 return lambda x, y: bind(by_vector, [y, x])[0]

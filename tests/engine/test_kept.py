@@ -2,6 +2,7 @@
 
 Programs of other people's shapes are in `tests/clients`."""
 
+import diffrax
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -278,6 +279,68 @@ def test_forward_mode_around_the_gradient():
     want = jax.jvp(lambda p: jax.grad(loss)(p, *data), (params,), (params,))[1]
     # A second derivative is taken of rounded values, and has more terms that cancel.
     assert relative(product, want) < 2e-3
+
+
+def halved_step(w, x):
+    """A step, or two of half the size if they differ by little."""
+    once = x + 0.01 * jnp.tanh(w @ x)
+    twice = x + 0.005 * jnp.tanh(w @ x)
+    twice = twice + 0.005 * jnp.tanh(w @ twice)
+    # The difference is 2.8e-5 at first, as large as the rounding of `w @ x` to bfloat16.
+    return jnp.where(jnp.max(jnp.abs(twice - once)) < 3e-5, twice, x)
+
+
+def in_a_loop_of(step):
+    return lambda w, x: jax.lax.fori_loop(0, 2, lambda _, x: step(w, x), x)
+
+
+def evaluated_again(function):
+    """Returns a function whose backward rule evaluates it again, as a checkpoint does."""
+    again = jax.custom_vjp(function)
+    backward = lambda held, cotangent: jax.vjp(function, *held)[1](cotangent)
+    again.defvjp(lambda w, x: (function(w, x), (w, x)), backward)
+    return again
+
+
+AGAIN = {
+    "steps": lambda w, x: evaluated_again(halved_step)(w, evaluated_again(halved_step)(w, x)),
+    "scan": lambda w, x: evolved(lambda x: evaluated_again(halved_step)(w, x), x, 2),
+    "rule with a loop": evaluated_again(in_a_loop_of(halved_step)),
+    "jitted": jax.jit(evaluated_again(jax.jit(in_a_loop_of(halved_step)))),
+}
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("name", AGAIN)
+def test_a_rule_that_evaluates_a_function_again_decides_as_before(name, half):
+    weight = 0.5 * jax.random.normal(jax.random.key(0), (8, 8))
+    state = jax.random.normal(jax.random.key(1), (8,))
+    loss = lambda w, x: jnp.sum((AGAIN[name](w, x) - 0.3) ** 2)
+    plain = lambda w, x: jnp.sum((in_a_loop_of(halved_step)(w, x) - 0.3) ** 2)
+    _, _, finite, got = gradient(loss, half)(weight, state)
+    assert finite
+    assert relative(got, jax.grad(plain)(weight, state)) < TOLERANCES[half]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("half", HALVES)
+def test_an_adaptive_solver_takes_the_same_steps_on_the_way_back(half):
+    """diffrax' default adjoint solves again between checkpoints, and accepts or rejects steps."""
+    weight = 0.5 * jax.random.normal(jax.random.key(0), (8, 8))
+    state = jax.random.normal(jax.random.key(1), (8,))
+
+    def loss(w, y):
+        term = diffrax.ODETerm(lambda t, y, args: jnp.tanh(w @ y))
+        control = diffrax.PIDController(rtol=1e-3, atol=1e-4)
+        options = {"stepsize_controller": control, "max_steps": 256}
+        ys = diffrax.diffeqsolve(term, diffrax.Tsit5(), 0, 3, 0.1, y, **options).ys
+        assert ys is not None
+        return squared(ys - 0.3)
+
+    _, _, finite, got = gradient(loss, half)(weight, state)
+    assert finite
+    # A chain of some ten steps of six stages each, whose roundings do not all average out.
+    assert relative(got, jax.grad(loss)(weight, state)) < 2 * TOLERANCES[half]
 
 
 def test_a_loop_stacks_no_bfloat16():
