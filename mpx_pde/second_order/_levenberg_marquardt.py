@@ -422,7 +422,7 @@ class LevenbergMarquardt(eqx.Module):
 
     def _tell(self, choice: Choice, state: LevenbergMarquardtState, search: Search) -> None:
         """Warns at run time if the solve for a step used all its iterations, or if no step is taken
-        because squares of float32 overflow, or a float16 Jacobian with the smallest loss scale."""
+        because the loss overflows in float32 or a float16 Jacobian with the smallest loss scale."""
         finite = search.finite | ~search.evaluated
         if self.refinements and (self._narrow or choice.method == "low_rank"):
             _warn_if(
@@ -433,12 +433,10 @@ class LevenbergMarquardt(eqx.Module):
             )
         scaled = self.jacobian == "float16" and choice.method == "primal"
         if search.r.dtype == np.float32:
-            squares = search.evaluated & ~jnp.isfinite(search.loss)
             _warn_if(
-                squares if scaled else squares | ~finite,
-                "`LevenbergMarquardt` takes no step: the squares of the residuals, or of their "
-                "derivatives, overflow in float32. Write residuals of order one, or pass "
-                "`forward='float64'`.",
+                search.evaluated & ~jnp.isfinite(search.loss),
+                "`LevenbergMarquardt` takes no step: the sum of the squared residuals overflows in "
+                "float32. Write residuals of order one, or pass `forward='float64'`.",
             )
         if scaled:
             scaling = state.scaling

@@ -27,7 +27,7 @@ BOUNDS = {
 
 # The least share of the backward pass in half, where it is not nearly all. Products that JAX
 # transposed count, and derivatives that the loss itself takes by `grad` are such, but full. So are
-# those in branches of a loop.
+# those in branches of a loop, and what a backward rule evaluates again.
 SHARES = {
     "causal PINN, nested grad": 0.7,
     "norm of its own gradient": 0.7,
@@ -36,6 +36,7 @@ SHARES = {
     "training inside": 0.6,
     "forces of a potential, NNX": 0.7,
     "diffrax, direct": 0.4,
+    "diffrax, checkpointed": 0.4,
 }
 FAST = [
     ("leaky cell, 400 steps", "forward", "float16"),

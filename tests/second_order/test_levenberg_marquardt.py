@@ -413,7 +413,7 @@ def test_squares_that_overflow_are_told(method):
 
     optimizer = mpx.LevenbergMarquardt(residual, forward="float32", method=method)
     w, points = jnp.ones(2), jnp.linspace(0.0, 3.0, 5)
-    with pytest.warns(mpx.PrecisionWarning, match="overflow in float32"):
+    with pytest.warns(mpx.PrecisionWarning, match="overflows in float32"):
         after, state = updated(optimizer, w, optimizer.init(w), points)
     assert tree_equal_bits(after, w)
     assert jnp.isinf(state.loss)
