@@ -133,6 +133,7 @@ def test_nested_calls_name_their_own_coordinates():
         assert rows_of(lambda s, form=form: form(s)(q, t, x)) == {"_tx"}
 
 
+@pytest.mark.slow
 def test_a_scaling_names_the_argument_that_is_differentiated():
     fun = lambda t, x: jnp.sin(t * x**2)
     # A model is no coordinate.

@@ -64,6 +64,7 @@ def test_what_is_kept_in_full_meets_products_in_full(keep):
     assert relative(got, want) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_keyword_arguments_are_data():
     loss = lambda model, *, rows: mapped(model, rows - 1e4)
     want = eqx.filter_grad(lambda model: loss(model, rows=ROWS + 1e4))(MODEL)

@@ -198,7 +198,9 @@ def normed_terms(model, x):
     )(x).values())  # fmt: skip
 
 
-@pytest.mark.parametrize(("loss", "streams"), [(normed_value, 1), (normed_terms, 4)])
+@pytest.mark.parametrize(
+    ("loss", "streams"), [(normed_value, 1), pytest.param(normed_terms, 4, marks=pytest.mark.slow)]
+)
 def test_the_deviations_from_a_mean_are_kept_once(loss, streams):
     """A norm and the variance in it both subtract the mean."""
     model, x = Normed(), 0.5 * POINTS

@@ -106,7 +106,10 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=pytest.mark.slow) if x == "scaled derivatives" else x for x in LOSSES],
+)
 def test_a_batch_is_not_moved_behind_the_values_of_a_matrix(name):
     """Checks that a `vmap` over vectors leaves no transposes of what is kept, which XLA writes."""
     loss, size, scaling = LOSSES[name]

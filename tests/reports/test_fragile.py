@@ -329,7 +329,7 @@ def test_norms_of_equinox_in_float32_are_not_told():
 @pytest.mark.parametrize(
     ("solver", "half"),
     [
-        ("cg", "float16"),
+        pytest.param("cg", "float16", marks=pytest.mark.slow),
         pytest.param("cg", "bfloat16", marks=pytest.mark.slow),
         pytest.param("bicgstab", "bfloat16", marks=pytest.mark.slow),
     ],

@@ -199,7 +199,7 @@ def test_coordinates_of_more_than_one_letter_per_order():
 @pytest.mark.parametrize(
     ("scaling", "options", "error"),
     [
-        (None, {"use_mixed_precision": False}, 1e-6),
+        pytest.param(None, {"use_mixed_precision": False}, 1e-6, marks=pytest.mark.slow),
         (mpx.NoOpLossScaling(), {"forward": "float32"}, 2.0**-5),  # eight bfloat16 roundings
     ],
     ids=["full", "unscaled"],

@@ -61,10 +61,10 @@ def dense_step(w, batches, damping):
 
 
 JACOBIANS = [
-    ("dual", "bfloat16", True),
+    pytest.param("dual", "bfloat16", True, marks=pytest.mark.slow),
     pytest.param("dual", "float64", False, marks=pytest.mark.slow),
     pytest.param("dual", "float64", True, marks=pytest.mark.slow),
-    pytest.param("dual", "float32", False, marks=pytest.mark.slow),
+    ("dual", "float32", False),
     pytest.param("dual", "float16", False, marks=pytest.mark.slow),
     pytest.param("dual", "bfloat16_x3", True, marks=pytest.mark.slow),
     pytest.param("low_rank", "float64", False, marks=pytest.mark.slow),
@@ -261,7 +261,10 @@ def test_wrong_methods(options, match):
         mpx.LevenbergMarquardt(wave, **options)
 
 
-@pytest.mark.parametrize(("jacobian", "told"), [("bfloat16", True), ("float32", False)])
+@pytest.mark.parametrize(
+    ("jacobian", "told"),
+    [("bfloat16", True), pytest.param("float32", False, marks=pytest.mark.slow)],
+)
 def test_a_low_rank_jacobian_in_half_is_told_to_be_float32(jacobian, told):
     w, batches = weights(dtype="float32"), examples(dtype="float32")
     optimizer = mpx.LevenbergMarquardt((wave, edge), jacobian=jacobian, memory=1e3)

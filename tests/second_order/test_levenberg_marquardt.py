@@ -121,7 +121,7 @@ def test_blocks_are_filled_by_parts_of_residuals():
 @pytest.mark.parametrize(
     ("method", "jacobian"),
     [
-        ("dual", "bfloat16"),
+        pytest.param("dual", "bfloat16", marks=pytest.mark.slow),
         pytest.param("primal", "float32", marks=pytest.mark.slow),
         pytest.param("dual", "float64", marks=pytest.mark.slow),
         pytest.param("low_rank", "float64", marks=pytest.mark.slow),
