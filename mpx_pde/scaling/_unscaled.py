@@ -1,8 +1,9 @@
 """Records the derivatives that a loss takes: those in float16 without a scaling, and in what."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from typing import TypeVar
 
 from .._util._calls import called
 
@@ -11,19 +12,26 @@ _UNSCALED = 2
 """The lowest order of derivatives that are reported if they are in float16 without scaling. First
 derivatives are about as large as the gradients, for which a loss scale suffices."""
 
+_Noted = TypeVar("_Noted")
+
 _unscaled: ContextVar[dict[str, int] | None] = ContextVar("unscaled_derivatives", default=None)
+_coordinates: ContextVar[dict[str, None] | None] = ContextVar("coordinates", default=None)
 
 
 @contextmanager
-def noting_unscaled() -> Iterator[dict[str, int]]:
-    """Yields the calls in its context that take unscaled derivatives in float16 of order
-    `_UNSCALED` or higher, each with its highest order."""
-    orders: dict[str, int] = {}
-    token = _unscaled.set(orders)
+def _noting(into: ContextVar[dict[str, _Noted] | None]) -> Iterator[dict[str, _Noted]]:
+    found: dict[str, _Noted] = {}
+    token = into.set(found)
     try:
-        yield orders
+        yield found
     finally:
-        _unscaled.reset(token)
+        into.reset(token)
+
+
+def noting_unscaled() -> AbstractContextManager[dict[str, int]]:
+    """A context that yields the calls in it that take unscaled derivatives in float16 of order
+    `_UNSCALED` or higher, each with its highest order."""
+    return _noting(_unscaled)
 
 
 def note_unscaled(order: int) -> None:
@@ -33,18 +41,10 @@ def note_unscaled(order: int) -> None:
         orders[called()] = max(order, orders.get(called(), 0))
 
 
-_coordinates: ContextVar[dict[str, None] | None] = ContextVar("coordinates", default=None)
-
-
-@contextmanager
-def noting_coordinates() -> Iterator[dict[str, None]]:
-    """Yields the names of the coordinates of all derivatives in its context, in their order."""
-    found: dict[str, None] = {}
-    token = _coordinates.set(found)
-    try:
-        yield found
-    finally:
-        _coordinates.reset(token)
+def noting_coordinates() -> AbstractContextManager[dict[str, None]]:
+    """A context that yields the names of the coordinates of all derivatives in it, in their
+    order."""
+    return _noting(_coordinates)
 
 
 def note_coordinates(coords: tuple[str, ...]) -> None:
