@@ -8,11 +8,11 @@ the same data from the same weights: time, memory and error side by side.
 
 import argparse
 import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import cycle
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import equinox as eqx
 import jax
@@ -38,7 +38,12 @@ MAX_SCALE = {"float16": 2.0**15, "bfloat16": 2.0**127}
 HIGHEST, TF32 = "highest", "tensorfloat32"
 """Precisions that JAX may use for products of float32."""
 
+EXACT = "float64"
+"""The name of a task's first step in float64, among its rivals."""
+
 adam = optax.adam(1e-3)
+
+T = TypeVar("T")
 
 Loss = Callable[..., tuple[Any, Any]]
 """A function from a network and a batch to the loss and auxiliary outputs."""
@@ -74,6 +79,7 @@ class Task(NamedTuple):
     - `batches`: makes the data, in NumPy.
     - `batch`: the shapes of one batch.
     - `rivals`: the rivals by name.
+    - `chunk`: the number of samples that are evaluated at a time in float64.
     """
 
     where: dict[str, Any]
@@ -83,6 +89,7 @@ class Task(NamedTuple):
     batch: Any
     rivals: Mapping[Any, Rival]
     optimizer: optax.GradientTransformation = adam
+    chunk: int = 1
 
     def there(self, report: Report) -> dict[Any, Rival]:
         """Returns the rivals whose libraries are installed, and prints a note for the others."""
@@ -339,17 +346,18 @@ class JaxStep:
 class Exact:
     """Computes gradient and predictions in float64, `chunk` samples at a time.
 
-    `loss(model, batch)` is a mean over the samples and also returns the predictions.
+    `loss(model, batch)` is a mean over the samples and also returns the predictions. It is compiled
+    when an instance is made, and evaluated by a call.
     """
 
-    def __init__(self, loss: Callable, batch: Any, chunk: int):
-        samples = len(jax.tree.leaves(batch)[0])
-        self.batch, self.samples = batch, samples
-        self.chunk = next(n for n in range(min(chunk, samples), 0, -1) if samples % n == 0)
+    def __init__(self, loss: Callable, model: Any, batch: Any, chunk: int):
+        self.samples = len(jax.tree.leaves(batch)[0])
+        chunk = next(n for n in range(min(chunk, self.samples), 0, -1) if self.samples % n == 0)
+        self.count = self.samples // chunk
+        arrays, static = eqx.partition(model, eqx.is_inexact_array)
 
-        @eqx.filter_jit
-        def evaluate(model, chunks):
-            arrays, static = eqx.partition(model, eqx.is_inexact_array)
+        @jax.jit
+        def evaluate(arrays, chunks):
             function = lambda arrays, part: loss(eqx.combine(arrays, static), part)
 
             def body(total, part):
@@ -358,16 +366,17 @@ class Exact:
 
             return jax.lax.scan(body, jax.tree.map(jnp.zeros_like, arrays), chunks)
 
-        self._evaluate = evaluate
-
-    def __call__(self, model: Any) -> First:
+        wide = lambda x: np.asarray(x, np.float64) if eqx.is_inexact_array(x) else x
+        self.arrays, batch = jax.tree.map(wide, (arrays, batch))
+        reshape = lambda x: x.reshape(self.count, chunk, *x.shape[1:])
+        self.chunks = jax.tree.map(reshape, batch)
         with jax.enable_x64(True):
-            wide = lambda x: jnp.asarray(x, jnp.float64) if eqx.is_inexact_array(x) else x
-            model, batch = jax.tree.map(wide, (model, self.batch))
-            count = self.samples // self.chunk
-            chunks = jax.tree.map(lambda x: x.reshape(count, self.chunk, *x.shape[1:]), batch)
-            gradient, predictions = self._evaluate(model, chunks)
-            gradients = [np.asarray(g) / count for g in jax.tree.leaves(gradient)]
+            self._evaluate = evaluate.lower(self.arrays, self.chunks).compile()
+
+    def __call__(self) -> First:
+        with jax.enable_x64(True):
+            gradient, predictions = self._evaluate(self.arrays, self.chunks)
+            gradients = [np.asarray(g) / self.count for g in jax.tree.leaves(gradient)]
             whole = lambda x: np.asarray(x).reshape(self.samples, *x.shape[2:])
             return First(jax.tree.map(whole, predictions), gradients)
 
@@ -380,15 +389,42 @@ def relative_error(got: Any, want: Any) -> float:
     return (errors / sum(map(square, jax.tree.leaves(want)))) ** 0.5
 
 
+def _tried(make: Callable[[], T]) -> T | Exception:
+    try:
+        return make()
+    except Exception as error:  # any failure is this rival's result
+        return error
+
+
+def built(
+    tasks: Iterable[T], makes: Callable[[T], Mapping[str, Callable[[], Any]]], jobs: int
+) -> Iterator[tuple[T, dict[str, Any]]]:
+    """Yields each task with what its functions make, or the errors that they raise.
+
+    With several jobs, those of all tasks are called before the first is yielded, so nothing is
+    compiled while a step is timed.
+    """
+    if jobs == 1:
+        for task in tasks:
+            yield task, {name: _tried(make) for name, make in makes(task).items()}
+        return
+    with ThreadPoolExecutor(jobs) as pool:
+        submit = lambda make: pool.submit(_tried, make)
+        begun = [(task, {n: submit(make) for n, make in makes(task).items()}) for task in tasks]
+    while begun:
+        task, made = begun.pop(0)  # states are large: none outlives its task
+        yield task, {name: future.result() for name, future in made.items()}
+
+
 def measure(
-    rivals: Mapping[str, Callable[[], Step]],
-    observe: Callable[[Step], dict[str, Any]],
-    *,
-    rounds: int,
-    jobs: int = 1,
+    made: Mapping[str, Any], observe: Callable[[Step], dict[str, Any]], *, rounds: int
 ) -> dict[str, dict[str, Any]]:
-    """Builds the rivals, `jobs` at once, observes their first steps, and times further steps in
-    turn. On a GPU several steps are launched before the clock waits for them, as in a training.
+    """Observes the first steps of the rivals, and times further steps in turn. On a GPU several
+    steps are launched before the clock waits for them, as in a training.
+
+    **Arguments:**
+
+    - `made`: the rivals' steps, or why there are none.
 
     **Returns:**
 
@@ -396,16 +432,7 @@ def measure(
     """
     fields: dict[str, dict[str, Any]] = {}
     steps: dict[str, Step] = {}
-
-    def begun(make):
-        try:
-            return make()
-        except Exception as error:  # any failure is this rival's result
-            return error
-
-    with ThreadPoolExecutor(jobs) as pool:
-        made = list((map if jobs == 1 else pool.map)(begun, rivals.values()))
-    for name, step in zip(rivals, made, strict=True):
+    for name, step in made.items():
         try:
             if isinstance(step, Exception):
                 raise step
@@ -427,9 +454,6 @@ def measure(
     for name, step in steps.items():
         told = {"seconds": times[name], "temp_bytes": step.temp_bytes}
         fields[name] |= {**told, "steps": taken, "loss": float(last[name])}
-    steps.clear()
-    made.clear()
-    gc.collect()  # states are large, and the next configuration needs the memory
     return fields
 
 
@@ -450,7 +474,6 @@ def run_sizes(
     others: Callable[[Task], Mapping[str, Callable[[], Step]]] = lambda task: {},
     needs: Sequence[str] = (),
     *,
-    chunk: int = 1,
     chosen: Callable[[Task, str], bool] = lambda task, rival: True,
 ) -> bool:
     """Runs the tasks one by one and returns whether one of this library's steps failed.
@@ -459,28 +482,36 @@ def run_sizes(
 
     - `others`: makes a task's steps that are not written in JAX.
     - `needs`: the modules that these steps use.
-    - `chunk`: samples at a time in float64.
     - `chosen`: whether a rival runs a task.
     """
-    failed = False
-    for task in report.within(args.minutes, tasks):
-        batches = task.batches()
-        exact = Exact(task.loss, batches[0], chunk)(task.model())
-        on_device = jax.tree.map(jnp.asarray, batches)
 
-        def observe(step: Step, exact: First = exact) -> dict[str, Any]:
+    def makes(task: Task) -> dict[str, Callable[[], Any]]:
+        batches = task.batches()
+        on_device = jax.tree.map(jnp.asarray, batches)
+        there = task.there(report).items()
+        steps: dict[str, Any] = {name: partial(JaxStep, task, r, on_device) for name, r in there}
+        steps |= others(task) if report.installed(*needs) else {}
+        exact = lambda: Exact(task.loss, task.model(), batches[0], task.chunk)
+        return {EXACT: exact, **{n: make for n, make in steps.items() if chosen(task, n)}}
+
+    failed = False
+    for task, made in built(report.within(args.minutes, tasks), makes, args.jobs):
+        reference = made.pop(EXACT)
+        if isinstance(reference, Exception):
+            raise reference
+
+        def observe(step: Step, exact: First = reference()) -> dict[str, Any]:
             first, told = step.first(), {}
             if first.predictions is not None:
                 told["error_output"] = relative_error(first.predictions, exact.predictions)
             told["error_gradient"] = relative_error(first.gradients, exact.gradients)
             return {**told, "skipped": first.skipped}
 
-        there = task.there(report).items()
-        steps: dict[str, Any] = {name: partial(JaxStep, task, r, on_device) for name, r in there}
-        steps |= others(task) if report.installed(*needs) else {}
-        steps = {name: make for name, make in steps.items() if chosen(task, name)}
         rounds = 1 if args.quick else args.rounds
-        for name, fields in measure(steps, observe, rounds=rounds, jobs=args.jobs).items():
+        for name, fields in measure(made, observe, rounds=rounds).items():
             report.record("steps", **task.where, rival=name, **fields)
             failed |= "failed" in fields and name.startswith("mpx_pde")
+        report.save()
+        made.clear()
+        gc.collect()  # states are large, and the next task needs the memory
     return failed

@@ -282,6 +282,7 @@ def task(width: int, depth: int, points: int, order: int = 2, gpu: bool = False)
         lambda: [initial_points(points)],
         jax.ShapeDtypeStruct((points, 2), jnp.float32),
         jax_rivals(layers, order, gpu),
+        chunk=CHUNK,
     )
 
 
@@ -333,4 +334,4 @@ def run(report: Report, args: argparse.Namespace) -> bool:
     tasks = (task(**case, gpu=gpu) for case in sizes(values))
     others = partial(torch_rivals, gpu, args.quick)
     at = lambda task, rival: task.where == base or everywhere(rival)
-    return _steps.run_sizes(report, args, tasks, others, ("torch",), chunk=CHUNK, chosen=at)
+    return _steps.run_sizes(report, args, tasks, others, ("torch",), chosen=at)

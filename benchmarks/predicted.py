@@ -53,13 +53,11 @@ GROWTH = 1.02
 
 
 class Problem(NamedTuple):
-    """A task whose rivals' times are predicted. The float64 reference evaluates `chunk` samples at
-    a time."""
+    """A task whose rivals' times are predicted."""
 
     name: str
     title: str
     task: Callable[[], Task]
-    chunk: int
 
 
 def _products(rival: Rival) -> dict[str, Rival]:
@@ -86,13 +84,13 @@ def of_cavity(width: int, depth: int, points: int) -> Problem:
         return whole._replace(rivals=rivals)
 
     title = f"cavity {width} × {depth}, {points:,} points"
-    return Problem(f"cavity-{width}", title, task, pinn_step.CHUNK)
+    return Problem(f"cavity-{width}", title, task)
 
 
 def of_network(name: str, width: int, points: int) -> Problem:
     title = f"{name}, width {width}, {points:,} points"
     task = partial(foreign_step.task, name, width, points, gpu=True)
-    return Problem(f"network-{name}", title, task, 1024)  # a GPU holds more than a CPU's caches
+    return Problem(f"network-{name}", title, task)
 
 
 def of_operator(resolution: int, modes: int = 32, channels: int = 64, batch: int = 32) -> Problem:
@@ -110,7 +108,7 @@ def of_operator(resolution: int, modes: int = 32, channels: int = 64, batch: int
         return whole._replace(rivals=rivals)
 
     title = f"FNO {resolution}², {modes} modes, batch {batch}"
-    return Problem(f"fno-{resolution}", title, task, 1)
+    return Problem(f"fno-{resolution}", title, task)
 
 
 def of_transformer(name: str, batch: int, **changes: Any) -> Problem:
@@ -127,7 +125,7 @@ def of_transformer(name: str, batch: int, **changes: Any) -> Problem:
             rivals[f"mpx_pde float16, forward {forward}"] = rival
         return whole._replace(rivals=rivals)
 
-    return Problem(f"vit-{name}", f"ViT-{name.title()}, batch {batch}", task, vit_step.EXACT_CHUNK)
+    return Problem(f"vit-{name}", f"ViT-{name.title()}, batch {batch}", task)
 
 
 PROBLEMS = (
@@ -177,11 +175,9 @@ def predict(report: Report, problem: Problem) -> None:
         record["ideal_seconds"] = ideal
 
 
-def measure(report: Report, args: argparse.Namespace, problem: Problem) -> bool:
-    """Runs the steps that `predict` compiles; returns whether one of this library's steps
-    failed."""
-    task = problem.task()._replace(where={"problem": problem.name, "title": problem.title})
-    return run_sizes(report, args, [task], chunk=problem.chunk)
+def measured(problem: Problem) -> Task:
+    """Returns the task whose steps `predict` compiles, to be run."""
+    return problem.task()._replace(where={"problem": problem.name, "title": problem.title})
 
 
 # --- The check in CI -------------------------------------------------------------------------
@@ -248,11 +244,8 @@ def run(report: Report, args: argparse.Namespace) -> bool:
     problems = {problem.name: problem for problem in (QUICK if args.quick else PROBLEMS)}
     chosen = args.problems or list(problems)
     if args.measure:
-        report.name, failed = "measured", False
-        for problem in report.within(args.minutes, map(problems.__getitem__, chosen)):
-            failed |= measure(report, args, problem)
-            report.save()
-        return failed
+        report.name = "measured"
+        return run_sizes(report, args, (measured(problems[name]) for name in chosen))
     report.name = "predicted-h100"
     if args.problems and not args.quick:
         report.resume("steps")

@@ -184,7 +184,7 @@ def task(name: str) -> Task:
     batch = np.random.default_rng(0).uniform(-1, 1, size=shape).astype(np.float32)
     of_shape = jax.ShapeDtypeStruct(shape, jnp.float32)
     where = {"program": name}
-    return Task(where, model, loss, lambda: [batch], of_shape, rivals(name, loss))
+    return Task(where, model, loss, lambda: [batch], of_shape, rivals(name, loss), chunk=1024)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -194,4 +194,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(report: Report, args: argparse.Namespace) -> bool:
     args.rounds = 2 if args.quick else args.rounds
-    return _steps.run_sizes(report, args, map(task, args.programs), chunk=1024)
+    return _steps.run_sizes(report, args, map(task, args.programs))

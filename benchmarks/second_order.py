@@ -6,6 +6,7 @@ The recipe is that of `python -m examples.problems run NAME --recipe deep`, whic
     python -m benchmarks second_order --target h100     # predicts the time of a step without a run
     python -m benchmarks second_order --target h100 --dual   # with a million parameters
     python -m benchmarks second_order --time 8          # times eight steps of each on a GPU
+    python -m benchmarks second_order --time 3 --dual   # the same with a million parameters
     python -m benchmarks second_order --methods 6   # primal or dual, by size
     python -m benchmarks second_order --narrow 60   # dual steps with narrow matrices
     python -m benchmarks second_order --dampings 60 # many dampings on one factorization
@@ -64,16 +65,12 @@ class Sized(NamedTuple):
 
     **Attributes:**
 
-    - `examples`: the shapes of the examples, as `optimizer.update` takes them.
+    - `examples`: makes the examples, as `optimizer.update` takes them.
     """
 
     optimizer: mpx.LevenbergMarquardt
     network: Callable[[], Any]
-    examples: Any
-
-    @property
-    def points(self) -> int:
-        return sum(len(x) for x in jax.tree.leaves(self.examples))
+    examples: Callable[[], Any]
 
     def taken(self, state: Any, batch: Any) -> Any:
         """Takes a step; returns the new state, its loss and its conjugate gradient iterations."""
@@ -93,18 +90,19 @@ def sized(precision: str, quick: bool, kind: Any = mpx.LevenbergMarquardt) -> Si
     forward, jacobian = _deep.PRECISIONS[precision]
     network = partial(_deep.Network, problem, jnp.dtype(forward), key=jax.random.key(0))
     optimizer = kind(problem.residual, forward=forward, jacobian=jacobian)
-    return Sized(optimizer, network, jax.ShapeDtypeStruct((points, 2), jnp.dtype(forward)))
+    at = partial(np.random.default_rng(0).uniform, (0, -1), (1, 1), (points, 2))
+    return Sized(optimizer, network, lambda: jnp.asarray(at(), forward))
 
 
-def dual(precision: str, quick: bool) -> Sized:
+def dual(precision: str, quick: bool, kind: Any = mpx.LevenbergMarquardt) -> Sized:
     """Returns a step on Poisson's equation in three dimensions, with many more parameters than
     points."""
     problem = Heat(3, *((64, 2, 400) if quick else (DUAL_WIDTH, 3, DUAL_POINTS)))
     jacobian = precision.rpartition("-")[2]
     options = {"forward": "float64", "jacobian": jacobian, "method": "dual"}
     network = partial(problem.network, jax.random.key(0))
-    batches = eqx.filter_eval_shape(problem.batches, jax.random.key(0))
-    return Sized(_Untold(problem.residuals, **options), network, batches)
+    batches = partial(problem.batches, jax.random.key(0))
+    return Sized(kind(problem.residuals, **options), network, batches)
 
 
 def predict(report: Report, target: str, precisions: Any, step_of: Callable[[str], Sized]) -> None:
@@ -115,11 +113,12 @@ def predict(report: Report, target: str, precisions: Any, step_of: Callable[[str
         precision = key["precision"]
         with jax.enable_x64("float64" in precision):
             step = step_of(precision)
-            state = eqx.filter_eval_shape(step.begun)
+            state, examples = map(eqx.filter_eval_shape, (step.begun, step.examples))
             options = {"compiler_options": {} if "_x3" in precision else CUBLAS, "donate": (0,)}
-            program = compile_for(target, step.taken, state, step.examples, **options)
+            program = compile_for(target, step.taken, state, examples, **options)
             arrays = jax.tree.leaves(eqx.filter(state[0], _is_inexact))
-        told = {"parameters": sum(x.size for x in arrays), "points": step.points}
+        points = sum(len(x) for x in jax.tree.leaves(examples))
+        told = {"parameters": sum(x.size for x in arrays), "points": points}
         told |= summary(Roofline(program.module).kernels(), CHIPS[target])
         return {**key, "temp_bytes": program.temp_bytes, **told}
 
@@ -132,14 +131,13 @@ def _is_inexact(x: Any) -> bool:
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def _running(precision: str, quick: bool) -> Callable[[], Any]:
+def _running(precision: str, step_of: Callable[[str], Sized]) -> Callable[[], Any]:
     """Returns a function that takes a step per call; all start from the same weights and points."""
     wide = "float64" in precision
     with jax.enable_x64(wide):
-        step = sized(precision, quick)
-        at = np.random.default_rng(0).uniform((0, -1), (1, 1), (step.points, 2))
-        batch = jnp.asarray(at, step.optimizer.forward)
-        take, state = eqx.filter_jit(step.taken), step.begun()
+        step = step_of(precision)
+        batch, state = step.examples(), step.begun()
+        take = eqx.filter_jit(step.taken)
 
     def run():
         nonlocal state
@@ -150,10 +148,12 @@ def _running(precision: str, quick: bool) -> Callable[[], Any]:
     return run
 
 
-def measure(report: Report, rounds: int, quick: bool) -> None:
+def measure(
+    report: Report, rounds: int, precisions: Any, step_of: Callable[[str], Sized]
+) -> None:
     """Times steps of all precisions in turn."""
-    running = {precision: _running(precision, quick) for precision in COMPILED}
-    with ThreadPoolExecutor(3) as pool:  # compiles the steps
+    running = {precision: _running(precision, step_of) for precision in precisions}
+    with ThreadPoolExecutor(4) as pool:  # compiles the steps
         list(pool.map(lambda run: jax.block_until_ready(run()), running.values()))
     for precision, seconds in interleave(running, rounds=rounds, warmup=0).items():
         loss, iterations = running[precision]()
@@ -404,17 +404,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(report: Report, args: argparse.Namespace) -> None:
-    if args.target:
-        report.name = f"second_order-{'dual-' if args.dual else ''}{args.target}"
-        if args.dual:
-            predict(report, args.target, IN_DUAL, partial(dual, quick=args.quick))
+    if args.target or args.time:
+        name, precisions = ("dual-", IN_DUAL) if args.dual else ("", COMPILED)
+        step_of = partial(dual if args.dual else sized, quick=args.quick)
+        if args.target:
+            report.name = f"second_order-{name}{args.target}"
+            predict(report, args.target, precisions, partial(step_of, kind=_Untold))
         else:
-            step = partial(sized, quick=args.quick, kind=_Untold)
-            predict(report, args.target, COMPILED, step)
-        return
-    if args.time:
-        report.name = "second_order-steps"
-        measure(report, args.time, args.quick)
+            report.name = f"second_order-{name}steps"
+            measure(report, args.time, precisions, step_of)
         return
     if args.methods:
         report.name = "second_order-methods"

@@ -123,6 +123,7 @@ def task(size: Any, gpu: bool = False) -> Task:
         lambda: vit.ViT(size, key=jax.random.key(0)),
         *(loss, partial(some_batches, size, gpu), batch, jax_rivals(gpu)),
         vit.make_optimizer(size, STEPS),
+        EXACT_CHUNK,
     )
 
 
@@ -161,4 +162,4 @@ def run(report: Report, args: argparse.Namespace) -> bool:
     batches = args.batches or ([16] if args.quick else GPU_BATCHES if gpu else CPU_BATCHES)
     tasks = (task(dataclasses.replace(size, batch=batch), gpu) for batch in batches)
     others = partial(torch_rivals, size, gpu), ("torch",)
-    return _steps.run_sizes(report, args, tasks, *others, chunk=EXACT_CHUNK)
+    return _steps.run_sizes(report, args, tasks, *others)

@@ -71,9 +71,9 @@ def test_a_step_is_compared_with_float64_with_and_without_predictions(tmp_path):
     for name, loss in losses.items():
         rivals = {"float32": _steps.in_float32(loss), "left out": _steps.in_float32(loss)}
         model = lambda: normal(1, (3, 2))
-        task = _steps.Task({"network": name}, model, loss, lambda: [x], x, rivals)
+        task = _steps.Task({"network": name}, model, loss, lambda: [x], x, rivals, chunk=4)
         chosen = lambda task, rival: rival == "float32"
-        assert not _steps.run_sizes(report, args, [task], chunk=4, chosen=chosen)
+        assert not _steps.run_sizes(report, args, [task], chosen=chosen)
     one, other = report.sections["steps"]
     assert one["error_output"] < 1e-6
     assert "error_output" not in other
