@@ -29,9 +29,8 @@ from .taylor._rules import KEPT_TERMS
 
 
 CONSTANT, MASTER, DATA, COMPUTED = range(4)
-"""What a value depends on: nothing, parameters alone, other arguments alone, or both. All but the
-last are exact: they depend on nothing that is rounded. The level of a result is the bitwise or of
-those of its operands."""
+"""What a value depends on: nothing, parameters alone, other arguments alone, or both. The level of
+a result is the bitwise or of those of its operands."""
 
 RECOMPUTED = "mpx_pde.computed_again"
 """The scope of a `jax.checkpoint`: its products are computed again from what enters it."""
@@ -46,6 +45,8 @@ class Fact(NamedTuple):
     **Attributes:**
 
     - `level`: `MASTER`, `DATA` or `COMPUTED`.
+    - `exact`: whether it depends on nothing that is rounded on the way back. Values of both levels
+        are not, nor are those that are computed from what has to be kept of data.
     - `sign`: its sign, relative to a variable or to 1.
     - `full`: whether it depends on nothing but arrays that the user keeps in full, and constants.
     - `magnitude`: the power of two by which numbers may have enlarged it (see `magnitudes`);
@@ -56,6 +57,7 @@ class Fact(NamedTuple):
     """
 
     level: int
+    exact: bool = True
     sign: Sign = None
     root: int | None = None
     width: int = 1
@@ -86,12 +88,15 @@ class Facts:
     def _add(self, step: Step) -> None:
         """Adds the results of a step whose operands have facts."""
         level = ft.reduce(operator.or_, map(self.level, step.variables), CONSTANT)
-        again = self._operands_again(step, level)
+        exact = level < COMPUTED and all(self.of[x].exact for x in step.variables)
+        again = self._operands_again(step, exact)
         full = bool(step.variables) and all(self.of[x].full for x in step.variables)
         sign, root, sizes = self._sign(step), self._root(step), self._magnitudes(step)
         for k, v, size in zip(step.outputs, step.eqn.outvars, sizes, strict=True):
-            width = self._width(step, aval_of(v))
-            self.of[k] = Fact(level, sign, root, width, full, size)
+            aval = aval_of(v)
+            has_to_be_kept = again is None and level == DATA and not full and can_round(aval)
+            own = exact and not has_to_be_kept
+            self.of[k] = Fact(level, own, sign, root, self._width(step, aval), full, size)
             self.made[k] = step
             if again is not None:
                 self.operands[k] = again
@@ -106,13 +111,14 @@ class Facts:
 
     # Accuracy.
 
-    def _operands_again(self, step: Step, level: int) -> tuple[int, ...] | None:
-        """Returns the variables that a step can be evaluated again from; `None` if it cannot."""
+    def _operands_again(self, step: Step, exact: bool) -> tuple[int, ...] | None:
+        """Returns the variables that a step can be evaluated again from; `None` if it cannot.
+        `exact` tells that its operands are."""
         name, values = step.name, tuple(dict.fromkeys(step.variables))
         multiplies = name in tables.PRODUCTS and bool(region_of(step.eqn))
         if step.eqn.effects or not (multiplies or is_light(step.eqn)):
             return None
-        if level < COMPUTED or multiplies:
+        if exact or multiplies:
             return values
         if not all(is_inexact(v.aval) for v in step.eqn.outvars):
             return None  # a decision
@@ -145,7 +151,7 @@ class Facts:
         if signs[0] is not None and signs[0] == signs[1]:
             return values
         root = self._root(step)
-        exact = [x for x in values if self.of[x].level < COMPUTED]
+        exact = [x for x in values if self.of[x].exact]
         return (root, *exact) if root is not None and not any(map(self._is_wide, exact)) else None
 
     def _is_wide(self, x: Any) -> bool:
@@ -161,12 +167,12 @@ class Facts:
             outside = None if isinstance(x, Constant) else self.of[x]
             sign = self.sign(x)
             sign = sign if sign is not None and sign[0] == 1 else (k, 1)
-            level, width = (outside.level, outside.width) if outside else (CONSTANT, 1)
-            inner.of[k] = Fact(level, sign, None, width)
+            fact = outside or Fact(CONSTANT)
+            inner.of[k] = fact._replace(sign=sign, root=None, full=False, magnitude=0.0)
         for one in flat.steps:
             inner._add(one)
         return all(
-            inner.level(x) < COMPUTED or x in inner.operands for s in flat.steps for x in s.outputs
+            inner.of[x].exact or x in inner.operands for s in flat.steps for x in s.outputs
         )
 
     def _magnitudes(self, step: Step) -> Sequence[float]:
@@ -213,7 +219,7 @@ class Facts:
 
     def _root(self, step: Step) -> int | None:
         """Returns the variable that a bounded value is a function of."""
-        name, moving = step.name, {x for x in step.variables if self.of[x].level == COMPUTED}
+        name, moving = step.name, {x for x in step.variables if not self.of[x].exact}
         if name in tables.SATURATING or self._decays(step):
             return moving.pop() if len(moving) == 1 else None
         if name in _BOUNDED_TOO or step.power is not None:
@@ -240,6 +246,11 @@ def facts_of(flat: Flat, operand_facts: Sequence[Fact], half: np.dtype) -> Facts
     for step in flat.steps:
         facts._add(step)
     return facts
+
+
+def can_round(aval: Any) -> bool:
+    """Returns whether a value may be rounded if it is kept. Rounding a number saves nothing."""
+    return size_of(aval) > 1 and jnp.issubdtype(aval.dtype, jnp.floating)
 
 
 def region_of(eqn: JaxprEqn) -> str:

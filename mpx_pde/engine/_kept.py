@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from ..program import _tables as tables
@@ -17,7 +16,7 @@ from ..program._deviations import with_deviations_once
 from ..program._flat import Constant, Flat, Step, flatten, variables
 from ..program._jaxpr import bodies_of, size_of as entries_of
 from ..program._rebind import bodies_in, scan_counts
-from ._facts import COMPUTED, CONSTANT, DATA, Fact, Facts, facts_of, region_of
+from ._facts import COMPUTED, CONSTANT, Fact, Facts, can_round, facts_of, region_of
 from ._keeping import chosen, unrounded
 
 
@@ -63,7 +62,7 @@ def make_plan(
     for t in backward.steps:
         if id(t) in stacked:
             reads.update(_closed_over(loops[id(t)], stacked[id(t)][0]))
-    free = {x for x in (*forward.inputs, *forward.constants) if facts.of[x].level < COMPUTED}
+    free = {x for x in (*forward.inputs, *forward.constants) if facts.of[x].exact}
     avals: dict[int, Any] = {
         k: v.aval for s in forward.steps for k, v in zip(s.outputs, s.eqn.outvars, strict=True)
     }
@@ -72,10 +71,8 @@ def make_plan(
 
     def rounds(x: int) -> bool:
         fact = facts.of[x]
-        # Rounding a number saves nothing.
-        several = x in avals and entries_of(avals[x]) > 1
-        real = several and jnp.issubdtype(avals[x].dtype, jnp.floating)
-        return real and fact.level >= DATA and not (fact.full or facts.beyond(x) or x in exact)
+        several = x in avals and can_round(avals[x])
+        return several and not (fact.exact or fact.full or facts.beyond(x) or x in exact)
 
     def size_of(x: int) -> int:
         if x not in avals:
@@ -219,7 +216,8 @@ def _plan_of_bodies(s: Step, t: Step, places: dict[int, int], facts: Facts, half
     operand_facts = []
     for i, x in enumerate(s.inputs):
         fact = Fact(CONSTANT) if isinstance(x, Constant) else facts.of[x]
-        level = COMPUTED if n_consts <= i < n_consts + n_carry else fact.level
-        operand_facts.append(fact._replace(level=level, sign=None, root=None))
+        if n_consts <= i < n_consts + n_carry:
+            fact = fact._replace(level=COMPUTED, exact=False)
+        operand_facts.append(fact._replace(sign=None, root=None))
     wanted = {backward.inputs[i]: forward.outputs[p] for i, p in places.items()}
     return make_plan(forward, backward, wanted, operand_facts, half)

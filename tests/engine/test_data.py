@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import policy, relative
+from helpers import HALVES, policy, relative
 
 import mpx_pde as mpx
 
@@ -37,6 +37,21 @@ def test_products_of_data_alone_are_in_float32():
     want = eqx.filter_jit(eqx.filter_grad(loss))(MODEL, rows)
     grads = eqx.filter_jit(step_of(loss, forward="tensorfloat32"))(MODEL, rows)[3]
     assert relative(grads, want) < TOLERANCE
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_what_is_kept_of_data_is_not_exact(half):
+    """The means are kept and rounded, so the backward pass does not subtract them again."""
+
+    def loss(model, x):
+        pairs = x.reshape(-1, 4, 2)
+        means = pairs @ jnp.full(2, 1 / 2)
+        return mapped(model, jnp.reshape(pairs - means[..., None], x.shape))
+
+    first = lambda model: model.layers[0].weight
+    want = first(eqx.filter_jit(eqx.filter_grad(loss))(MODEL, ROWS + 1000))
+    step = eqx.filter_jit(step_of(loss, policy=policy(half)))
+    assert relative(first(step(MODEL, ROWS + 1000)[3]), want) < TOLERANCE
 
 
 @pytest.mark.slow
