@@ -2,7 +2,7 @@
 several devices."""
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ._format import NONE, NOT_RUN, Record, Result, Table, groups, load
 
@@ -234,75 +234,62 @@ steps = Table(
 
 # --- Measured --------------------------------------------------------------------------------
 
-GPU = "measured-nvidia-h100-80gb-hbm3"
+GPU = "measured-nvidia-h200"
+EARLIER = "measured-nvidia-h100-80gb-hbm3"
 _FORWARD = ("bfloat16_x3", "float32")
 _SHOWN = {
     "cavity-512": ("float32", "TF32", FULL, OURS, *(f"{OURS}, forward {f}" for f in _FORWARD)),
-    "vit-base": ("TF32", OURS, "MPX float16"),
-    "fno-512": (OURS, f"{OURS}, remat=False"),
+    "fno-256": ("float32", "TF32", OURS, f"{OURS}, forward float32"),
 }
+_SHOWN_EARLIER = {"vit-base": ("TF32", OURS, "MPX float16")}
 _MEDIANS = (
     "Memory beyond state and batch. Medians of {seconds.rounds} rounds of five steps in a row; all "
     "steps of a problem take turns."
 )
 
 
-def _measured(data: Result) -> Iterator[Record]:
-    for problem, rivals in _SHOWN.items():
-        steps = beside(data, problem)
-        yield from ({**steps[rival], "beside": steps} for rival in rivals)
+def _measured(file: str, shown: Mapping[str, Sequence[str]]) -> Table:
+    """Builds a table of the steps that were measured on a GPU, by problem and rival."""
 
+    def rows(data: Result) -> Iterator[Record]:
+        for problem, rivals in shown.items():
+            steps = beside(data, problem)
+            yield from ({**steps[rival], "beside": steps} for rival in rivals)
 
-measured = Table(
-    GPU,
-    _measured,
-    f"""
+    columns = f"""
     step  {{title}}: {{rival}}
     {_times("seconds.median")}
     memory, GiB     {{temp_bytes:GiB.2f}}
     gradient error  {{error_gradient:.1e}}
-    """,
-    _MEDIANS,
-)
+    """
+    return Table(file, rows, columns, _MEDIANS)
+
+
+measured = _measured(GPU, _SHOWN)
+measured_earlier = _measured(EARLIER, _SHOWN_EARLIER)
+
+
+def _networks_step(data: Result) -> Iterator[Record]:
+    """Yields the steps of each network of plain Equinox with a full forward pass."""
+    for problem in dict.fromkeys(r["problem"] for r in data["steps"]):
+        steps = beside(data, problem)
+        if problem.startswith("network-"):
+            for forward in _FORWARD:
+                step = steps[f"mpx_pde bfloat16, forward {forward}"]
+                yield {**step, "forward": forward, "beside": steps}
 
 
 networks_step = Table(
     GPU,
-    lambda data: [
-        {**steps[SPLIT], "beside": steps}
-        for problem in dict.fromkeys(r["problem"] for r in data["steps"])
-        if SPLIT in (steps := beside(data, problem)) and problem.startswith("network-")
-    ],
+    _networks_step,
     f"""
     network           {{title}}
+    `forward=`        {{forward}}
     {_times("seconds.median")}
-    predicted, ms     {{predicted_seconds:ms.3g}}
     memory, relative to TF32  {{temp_bytes/beside.TF32.temp_bytes:.2f}}
     gradient error    {{error_gradient:.1e}}
     """,
     _MEDIANS,
-)
-
-
-def _since(data: Result) -> Iterator[Record]:
-    """Yields measured steps with a full forward pass, each with the program of today."""
-    for step in data["steps"]:
-        now = beside(load("predicted-h100"), step["problem"]).get(step["rival"])
-        if now is not None and ", forward" in step["rival"]:
-            yield {**step, "now": now}
-
-
-forward_since = Table(
-    GPU,
-    _since,
-    """
-    step  {title}: {rival}
-    time, relative to the measured program    {now.seconds/predicted_seconds:.2f}
-    memory, relative to the measured program  {now.temp_bytes/temp_bytes:.2f}
-    """,
-    f"The program of today, {NOT_RUN}, with JAX 0.10.2: its predicted time, relative to that of "
-    "the measured program, and its memory. The measured one is of another version of JAX, which "
-    "gives other memory to some.",
 )
 
 # --- Several devices -------------------------------------------------------------------------
