@@ -131,31 +131,31 @@ def _is_inexact(x: Any) -> bool:
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def _running(precision: str, step_of: Callable[[str], Sized]) -> Callable[[], Any]:
-    """Returns a function that takes a step per call; all start from the same weights and points."""
-    wide = "float64" in precision
-    with jax.enable_x64(wide):
-        step = step_of(precision)
-        batch, state = step.examples(), step.begun()
-        take = eqx.filter_jit(step.taken)
+class _Running:
+    """A step that is compiled once and taken by each call. All start from the same weights and
+    points."""
 
-    def run():
-        nonlocal state
-        with jax.enable_x64(wide):
-            state, *told = take(state, batch)
+    def __init__(self, step_of: Callable[[str], Sized], precision: str):
+        self.wide = "float64" in precision
+        with jax.enable_x64(self.wide):
+            step = step_of(precision)
+            self.batch, self.state = step.examples(), step.begun()
+            self._take: Any = eqx.filter_jit(step.taken).lower(self.state, self.batch).compile()
+
+    def __call__(self) -> Any:
+        with jax.enable_x64(self.wide):
+            self.state, *told = self._take(self.state, self.batch)
         return told
-
-    return run
 
 
 def measure(
     report: Report, rounds: int, precisions: Any, step_of: Callable[[str], Sized]
 ) -> None:
     """Times steps of all precisions in turn."""
-    running = {precision: _running(precision, step_of) for precision in precisions}
-    with ThreadPoolExecutor(4) as pool:  # compiles the steps
-        list(pool.map(lambda run: jax.block_until_ready(run()), running.values()))
-    for precision, seconds in interleave(running, rounds=rounds, warmup=0).items():
+    with ThreadPoolExecutor(4) as pool:
+        # A wide step needs most of a GPU's memory, so none runs beside another.
+        running = dict(zip(precisions, pool.map(partial(_Running, step_of), precisions)))
+    for precision, seconds in interleave(running, rounds=rounds, warmup=1).items():
         loss, iterations = running[precision]()
         last = {"seconds": seconds, "loss": float(loss), "iterations": int(iterations)}
         report.record("steps", precision=precision, **last)
