@@ -5,24 +5,37 @@ from collections.abc import Iterator
 from ._accuracy import operator_variants
 from ._breadth import NEAR, SEEDS, overall, trained_anew
 from ._format import NOT_RUN, Record, Result, Table, load
-from ._steps import FULL, GPU, OURS, beside, seconds_over
+from ._steps import FULL, GPU, OURS, SPLIT, beside, seconds_over
 
 
 # The modes, with their names in the trainings and in the steps on a GPU.
 MODES = {
     '`forward="float32"`, float16': ("forward-float32-float16", f"{OURS}, forward float32"),
     '`forward="float32"`, bfloat16': ("forward-float32-bfloat16", None),
-    '`forward="bfloat16_x3"`, float16': (None, f"{OURS}, forward bfloat16_x3"),
+    '`forward="bfloat16_x3"`, bfloat16': ("forward-bfloat16_x3-bfloat16", SPLIT),
     "float16 throughout": ("float16", OURS),
     "bfloat16 throughout": ("bfloat16", None),
     "float16 cast by hand": ("naive-float16", None),
     "control: float32, rounded once": ("float32-rounded", None),
 }
 STEP = "cavity-512"  # the measured step of a physics-informed network
+_RECOMMENDED = (
+    '`forward="float32"`, float16',
+    '`forward="bfloat16_x3"`, bfloat16',
+    "float16 throughout",
+)
+
+
+def _trained(data: Result) -> dict[str, Record]:
+    """Returns the errors of each precision. The trainings with split products, emulated, are
+    compared with the float32 trainings of `data` from the same seeds."""
+    full = [t for t in data["trainings"] if t["precision"] == "float32"]
+    split = {"trainings": full + load("breadth-forward")["trainings"]}
+    return {row["name"]: row for row in (*overall(split), *overall(data))}
 
 
 def _modes(data: Result) -> Iterator[Record]:
-    trained = {row["name"]: row for row in overall(data)}
+    trained = _trained(data)
     steps = beside(load(GPU), STEP)
     for mode, (training, step) in MODES.items():
         row = {"mode": mode, "median": None, **trained.get(training, {})}
@@ -51,9 +64,9 @@ modes = Table(
 
 def _recommended(data: Result) -> Iterator[Record]:
     """Yields the steps of a measured physics-informed network beside plain JAX in float32."""
-    trained = {row["name"]: row for row in overall(data)}
+    trained = _trained(data)
     steps = beside(load(GPU), STEP)
-    for mode in ('`forward="float32"`, float16', "float16 throughout"):
+    for mode in _RECOMMENDED:
         training, step = MODES[mode]
         row = {"mode": mode, "step": steps[step], "plain": steps["float32"], **trained[training]}
         yield {**row, "tf32": steps["TF32"]}
