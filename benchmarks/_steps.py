@@ -499,8 +499,9 @@ def run_sizes(
         reference = made.pop(EXACT)
         if isinstance(reference, Exception):
             raise reference
+        exact = reference()
 
-        def observe(step: Step, exact: First = reference()) -> dict[str, Any]:
+        def observe(step: Step, exact: First = exact) -> dict[str, Any]:
             first, told = step.first(), {}
             if first.predictions is not None:
                 told["error_output"] = relative_error(first.predictions, exact.predictions)

@@ -148,13 +148,12 @@ class _Running:
         return told
 
 
-def measure(
-    report: Report, rounds: int, precisions: Any, step_of: Callable[[str], Sized]
-) -> None:
+def measure(report: Report, rounds: int, precisions: Any, step_of: Callable[[str], Sized]) -> None:
     """Times steps of all precisions in turn."""
     with ThreadPoolExecutor(4) as pool:
         # A wide step needs most of a GPU's memory, so none runs beside another.
-        running = dict(zip(precisions, pool.map(partial(_Running, step_of), precisions)))
+        steps = pool.map(partial(_Running, step_of), precisions)
+        running = dict(zip(precisions, steps, strict=True))
     for precision, seconds in interleave(running, rounds=rounds, warmup=1).items():
         loss, iterations = running[precision]()
         last = {"seconds": seconds, "loss": float(loss), "iterations": int(iterations)}
