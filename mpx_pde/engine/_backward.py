@@ -160,7 +160,7 @@ class Again:
             return
         step = self.made[k]
         operands = [read(x, self.env) for x in step.inputs]
-        if step.name in tables.PRODUCTS:
+        if self.plan.facts.multiplies_in_half(step):
             out = self.by.again(step, operands)
         else:
             out = self.by.forward(step, operands)

@@ -10,11 +10,12 @@ import dataclasses
 import functools as ft
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import JaxprEqn
 
 from ..program import _tables as tables
@@ -39,6 +40,13 @@ Sign = tuple[Any, int] | None
 """The sign of a value: that of a variable, or of 1, times +1 or -1; `None` if it is not known."""
 
 
+class Root(NamedTuple):
+    """The variable that a bounded value is a function of, and the bound of its magnitude."""
+
+    variable: int
+    bound: float
+
+
 class Fact(NamedTuple):
     """What is known of a variable.
 
@@ -51,18 +59,28 @@ class Fact(NamedTuple):
     - `full`: whether it depends on nothing but arrays that the user keeps in full, and constants.
     - `magnitude`: the power of two by which numbers may have enlarged it (see `magnitudes`);
         infinite for a derivative, which has any size once its scale is taken from it.
-    - `root`: the operand of the bounded function that this is a product or power of, if it is one.
-        `1 - tanh(x)` is accurate in `x`, and not in `tanh(x)`.
+    - `root`: the operand of the bounded function that this is a product or power of, if it is one,
+        or the distance of such a product to its bound. `1 - tanh(x)` is accurate in `x`, and not in
+        `tanh(x)`; `0.7 - tanh(x)` is accurate in neither.
     - `width`: the number of entries before it was broadcast.
+    - `number`: the number that all entries are, if it is known.
+    - `centered`: whether it is the difference of a value from a narrower one that is computed from
+        it, such as its mean, or a multiple of that.
     """
 
     level: int
     exact: bool = True
     sign: Sign = None
-    root: int | None = None
+    root: Root | None = None
     width: int = 1
     full: bool = False
     magnitude: float = 0.0
+    number: float | None = None
+    centered: bool = False
+
+    @property
+    def is_bias(self) -> bool:
+        return self.level == MASTER and self.exact and self.width > 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +95,9 @@ class Facts:
         `WILD`.
     - `operands`: for each variable that can be computed again, the variables that this takes.
     - `made`: the step that makes each variable.
+    - `entering`: the variables that enter a checkpoint. Data that do are kept as they are: they may
+        have an offset that a bias takes away.
+    - `leaving`: the variables that leave a checkpoint.
     """
 
     half: np.dtype
@@ -84,32 +105,50 @@ class Facts:
     wild: dict[int, int] = dataclasses.field(default_factory=dict)
     operands: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     made: dict[int, Step] = dataclasses.field(default_factory=dict)
+    entering: Collection[int] = ()
+    leaving: Collection[int] = ()
 
     def _add(self, step: Step) -> None:
         """Adds the results of a step whose operands have facts."""
         level = ft.reduce(operator.or_, map(self.level, step.variables), CONSTANT)
         exact = level < COMPUTED and all(self.of[x].exact for x in step.variables)
         again = self._operands_again(step, exact)
+        exact = exact and not self.multiplies_in_half(step)
         full = bool(step.variables) and all(self.of[x].full for x in step.variables)
         sign, root, sizes = self._sign(step), self._root(step), self._magnitudes(step)
+        same = step.name in tables.SAME and len(step.inputs) == 1
+        number = self.number(step.inputs[0]) if same else None
+        centered = self._centers(step)
         for k, v, size in zip(step.outputs, step.eqn.outvars, sizes, strict=True):
             aval = aval_of(v)
-            has_to_be_kept = again is None and level == DATA and not full and can_round(aval)
-            own = exact and not has_to_be_kept
-            self.of[k] = Fact(level, own, sign, root, self._width(step, aval), full, size)
+            is_data = level == DATA and not full and can_round(aval)
+            own = exact and not (is_data and again is None)
+            if is_data and k in self.entering:
+                own = True
+            # What leaves a checkpoint is not computed again, but read as it is kept.
+            own_root = None if k in self.leaving else root
+            width = self._width(step, aval)
+            self.of[k] = Fact(level, own, sign, own_root, width, full, size, number, centered)
             self.made[k] = step
-            if again is not None:
+            if again is not None and own == exact:
                 self.operands[k] = again
 
     def level(self, x: Any) -> int:
         return CONSTANT if isinstance(x, Constant) else self.of[x].level
 
     def _width(self, step: Step, aval: Any) -> int:
-        if step.name in tables.LAYOUT:
+        if step.name in tables.LAYOUT or step.name == "spread_together":
             return max((self.of[x].width for x in step.variables), default=1)
         return size_of(aval)
 
     # Accuracy.
+
+    def multiplies_in_half(self, step: Step) -> bool:
+        """Returns whether a product is in half if it is computed again, as in a checkpoint. Data
+        may have an offset that a bias takes away, so their products are in full."""
+        given = (self.of[x] for x in step.variables if self.level(x) != MASTER)
+        multiplies = step.name in tables.PRODUCTS and bool(region_of(step.eqn))
+        return multiplies and not any(fact.exact for fact in given)
 
     def _operands_again(self, step: Step, exact: bool) -> tuple[int, ...] | None:
         """Returns the variables that a step can be evaluated again from; `None` if it cannot.
@@ -127,8 +166,8 @@ class Facts:
         if name in tables.ADDITIONS:
             return self._operands_of_sum(step, values)
         if name in tables.COMPLEMENTS:
-            root = self.of[values[0]].root
-            return None if root is None else (root,)
+            root = self._root_of(values[0])
+            return (root.variable,) if root is not None and _reaches(1.0, root) else None
         if self._decays(step):
             return values
         if name in tables.PUSHES and self._inside(step):
@@ -137,25 +176,54 @@ class Facts:
 
     def _operands_of_sum(self, step: Step, values: tuple[int, ...]) -> tuple[int, ...] | None:
         """Returns the variables that a sum or difference of two is accurate in, if it cannot cancel
-        or if it is the sum of a product and a bias."""
+        or if it is the sum of a bias and of deviations from a mean, which have no offset that the
+        bias could take away, or of what a checkpoint multiplies again."""
         a, b = step.inputs
         if KEPT_TERMS in scopes_of(step.eqn):
             return values
         # Of a difference from parameters that a value is fitted to, little may be left.
         adds = step.name not in tables.SUBTRACTIONS
-        if adds and any(self.level(x) == MASTER and self._is_wide(x) for x in (a, b)):
+        again = bool(region_of(step.eqn))
+        if adds and any(
+            self._is_bias(x) and (again or self._is_centered(y)) for x, y in ((a, b), (b, a))
+        ):
             return values
         signs = self.sign(a), self.sign(b)
-        if step.name in tables.SUBTRACTIONS and signs[1] is not None:
-            signs = signs[0], (signs[1][0], -signs[1][1])
+        if step.name in tables.SUBTRACTIONS:
+            signs = signs[0], _negated(signs[1])
         if signs[0] is not None and signs[0] == signs[1]:
             return values
         root = self._root(step)
-        exact = [x for x in values if self.of[x].exact]
-        return (root, *exact) if root is not None and not any(map(self._is_wide, exact)) else None
+        return None if root is None else (root.variable,)
 
-    def _is_wide(self, x: Any) -> bool:
-        return not isinstance(x, Constant) and self.of[x].width > 1
+    def _is_bias(self, x: Any) -> bool:
+        return not isinstance(x, Constant) and self.of[x].is_bias
+
+    def _is_centered(self, x: Any) -> bool:
+        return not isinstance(x, Constant) and self.of[x].centered
+
+    def _centers(self, step: Step) -> bool:
+        """Returns whether a result is `centered`."""
+        if step.name in tables.SUBTRACTIONS:
+            x, mean = step.inputs
+            if isinstance(x, Constant) or isinstance(mean, Constant):
+                return False
+            return self.of[mean].width < self.of[x].width and self._is_of(mean, x)
+        multiple = step.name in tables.SCALINGS | tables.SAME
+        return multiple and any(map(self._is_centered, step.inputs))
+
+    def _is_of(self, k: int, x: int) -> bool:
+        """Returns whether a variable is computed from `x`."""
+        pending, seen = [k], {k}
+        while pending:
+            step = self.made.get(pending.pop())
+            for y in step.variables if step is not None else ():
+                if y == x:
+                    return True
+                if y not in seen and y > x:  # they are numbered in their order
+                    seen.add(y)
+                    pending.append(y)
+        return False
 
     def _inside(self, step: Step) -> bool:
         """Returns whether a function with a derivative of its own is accurate in its operands."""
@@ -167,13 +235,11 @@ class Facts:
             outside = None if isinstance(x, Constant) else self.of[x]
             sign = self.sign(x)
             sign = sign if sign is not None and sign[0] == 1 else (k, 1)
-            fact = outside or Fact(CONSTANT)
+            fact = outside or Fact(CONSTANT, number=self.number(x))
             inner.of[k] = fact._replace(sign=sign, root=None, full=False, magnitude=0.0)
         for one in flat.steps:
             inner._add(one)
-        return all(
-            inner.of[x].exact or x in inner.operands for s in flat.steps for x in s.outputs
-        )
+        return all(inner.of[x].exact or x in inner.operands for s in flat.steps for x in s.outputs)
 
     def _magnitudes(self, step: Step) -> Sequence[float]:
         if self.half == np.float16 and is_wild(step, self.wild):
@@ -187,13 +253,19 @@ class Facts:
 
     # Signs and bounded functions.
 
+    def number(self, x: Any) -> float | None:
+        """Returns the number that all entries of an operand are, if it is known."""
+        return _number_of(x) if isinstance(x, Constant) else self.of[x].number
+
     def sign(self, x: Any) -> Sign:
-        if isinstance(x, Constant):
-            value = np.asarray(x.value) if np.ndim(x.value) == 0 else None
-            if value is None or value.dtype.kind not in "fiu" or value == 0 or value != value:
-                return None
-            return 1, (1 if value > 0 else -1)
-        return self.of[x].sign or (x, 1)
+        number = self.number(x)
+        if number is not None:
+            return (1, 1) if number > 0 else (1, -1) if number < 0 else None
+        return None if isinstance(x, Constant) else self.of[x].sign or (x, 1)
+
+    def _is_everywhere(self, sign: Sign) -> bool:
+        """Returns whether a sign is that of a single number, and so the same in other places."""
+        return sign is not None and (sign[0] == 1 or self.of[sign[0]].width == 1)
 
     def _sign(self, step: Step) -> Sign:
         """Returns the sign of a result, where it is that of 1 or of another variable."""
@@ -205,31 +277,62 @@ class Facts:
         if name in tables.SCALINGS:
             return _product(*signs)
         if name in tables.NEGATIONS:
-            return None if signs[0] is None else (signs[0][0], -signs[0][1])
-        if name in tables.ADDITIONS - tables.SUBTRACTIONS:
-            return signs[0] if signs[0] == signs[1] else None
+            return _negated(signs[0])
+        if name in tables.ADDITIONS:
+            subtracts = name in tables.SUBTRACTIONS
+            if self._root(step) is not None:  # the sign of the number
+                second = self.number(step.inputs[1]) is not None
+                return signs[0] if not second else _negated(signs[1]) if subtracts else signs[1]
+            return signs[0] if signs[0] == signs[1] and not subtracts else None
         if name in tables.ODD or step.power is not None:
             return signs[0]
         if name in tables.MOVES and len(signs) == 1:
-            return signs[0]
+            return signs[0] if self._is_everywhere(signs[0]) else None
         return (1, 1) if name in tables.MAXIMA and (1, 1) in signs else None
 
     def _decays(self, step: Step) -> bool:
         return step.name in tables.DECAYING and self.sign(step.inputs[0]) == (1, -1)
 
-    def _root(self, step: Step) -> int | None:
-        """Returns the variable that a bounded value is a function of."""
-        name, moving = step.name, {x for x in step.variables if not self.of[x].exact}
+    def _root_of(self, x: Any) -> Root | None:
+        return None if isinstance(x, Constant) else self.of[x].root
+
+    def _root(self, step: Step) -> Root | None:
+        """Returns what a result is a bounded function of, if it is accurate in that."""
+        name = step.name
         if name in tables.SATURATING or self._decays(step):
-            return moving.pop() if len(moving) == 1 else None
-        if name in _BOUNDED_TOO or step.power is not None:
-            roots = {self.of[x].root for x in moving}
-            return roots.pop() if len(roots) == 1 else None
+            (x,) = step.inputs
+            if isinstance(x, Constant) or self.of[x].exact:
+                return None
+            return Root(x, math.pi / 2 if name == "atan" else 1.0)
+        roots = [r for x in step.inputs if (r := self._root_of(x)) is not None]
+        numbers = [abs(n) for x in step.inputs if (n := self.number(x)) is not None]
+        others = len(step.inputs) - len(roots) - len(numbers)
+        if not roots or others or len({r.variable for r in roots}) > 1:
+            return None
+        variable, bounds = roots[0].variable, [r.bound for r in roots]
+        if name in tables.MOVES or name in tables.NEGATIONS:
+            return Root(variable, max([*bounds, *numbers]))
+        if name in tables.MULTIPLICATIONS:
+            return Root(variable, math.prod([*bounds, *numbers]))
+        if step.power is not None and step.power > 0:
+            with np.errstate(over="ignore"):
+                return Root(variable, float(np.float64(bounds[0]) ** step.power))
+        # The distance to a number within the bounds may be small for any argument.
+        if name in tables.ADDITIONS and len(roots) == 1 and _reaches(numbers[0], roots[0]):
+            return Root(variable, bounds[0] + numbers[0])
         return None
 
 
-_BOUNDED_TOO = tables.MOVES | tables.ADDITIONS | tables.MULTIPLICATIONS | tables.NEGATIONS
-"""Operations whose result is bounded if their operands are."""
+def _reaches(number: float, root: Root) -> bool:
+    """Returns whether a number is not below a bound, up to rounding."""
+    return number >= root.bound * (1 - 2.0**-20)
+
+
+def _number_of(x: Constant) -> float | None:
+    if np.ndim(x.value) or isinstance(x.value, Tracer):
+        return None
+    value = np.asarray(x.value)
+    return float(value) if value.dtype.kind in "fiu" else None
 
 
 @ft.cache
@@ -239,9 +342,10 @@ def _largest(half: np.dtype) -> float:
 
 def facts_of(flat: Flat, operand_facts: Sequence[Fact], half: np.dtype) -> Facts:
     """Returns the facts of a program whose operands have these facts."""
-    facts = Facts(half)
+    facts = Facts(half, entering=_entering(flat), leaving=_leaving(flat))
     for k, c in flat.constants.items():
-        facts.of[k] = Fact(DATA if np.ndim(c.value) else CONSTANT, width=int(np.size(c.value)))
+        level, width = DATA if np.ndim(c.value) else CONSTANT, int(np.size(c.value))
+        facts.of[k] = Fact(level, width=width, number=_number_of(c))
     facts.of.update(zip(flat.inputs, operand_facts, strict=True))
     for step in flat.steps:
         facts._add(step)
@@ -256,6 +360,25 @@ def can_round(aval: Any) -> bool:
 def region_of(eqn: JaxprEqn) -> str:
     """Returns the scope of the checkpoint that an equation is in, or an empty string."""
     return next((x for x in scopes_of(eqn) if x.startswith(RECOMPUTED)), "")
+
+
+def _entering(flat: Flat) -> set[int]:
+    """Returns the values that enter a checkpoint."""
+    made = {x: region_of(s.eqn) for s in flat.steps for x in s.outputs}
+    regions = [(s, r) for s in flat.steps if (r := region_of(s.eqn))]
+    return {x for s, r in regions for x in s.variables if made.get(x, "") != r}
+
+
+def _leaving(flat: Flat) -> set[int]:
+    """Returns the values that leave a checkpoint. They are not computed again outside of it."""
+    made = {x: r for s in flat.steps if (r := region_of(s.eqn)) for x in s.outputs}
+    return {
+        x for s in flat.steps for x in s.variables if made.get(x, "") not in ("", region_of(s.eqn))
+    }
+
+
+def _negated(a: Sign) -> Sign:
+    return None if a is None else (a[0], -a[1])
 
 
 def _product(a: Sign, b: Sign) -> Sign:

@@ -14,9 +14,9 @@ import numpy as np
 from ..program import _tables as tables
 from ..program._deviations import with_deviations_once
 from ..program._flat import Constant, Flat, Step, flatten, variables
-from ..program._jaxpr import bodies_of, size_of as entries_of
+from ..program._jaxpr import aval_of, bodies_of, size_of as entries_of
 from ..program._rebind import bodies_in, scan_counts
-from ._facts import COMPUTED, CONSTANT, Fact, Facts, can_round, facts_of, region_of
+from ._facts import COMPUTED, CONSTANT, Fact, Facts, can_round, facts_of
 from ._keeping import chosen, unrounded
 
 
@@ -53,10 +53,14 @@ def make_plan(
     wanted: dict[int, int | Constant],
     operand_facts: Sequence[Fact],
     half: np.dtype,
+    moving: Collection[int] | None = None,
 ) -> Plan:
-    """Plans what a program keeps. `operand_facts` are those of the forward program."""
+    """Plans what a program keeps. `operand_facts` are those of the forward program, and `moving`
+    the operands of the backward one that depend on a cotangent: all that are not `wanted`, if not
+    given."""
     facts = facts_of(forward, operand_facts, half)
-    loops, stacked = _loops_of(forward, backward, wanted, facts, half)
+    moving = {*backward.inputs} - wanted.keys() if moving is None else moving
+    loops, stacked = _loops_of(forward, backward, wanted, facts, half, moving)
     inside = {t.inputs[i] for t in backward.steps if id(t) in stacked for i in stacked[id(t)][1]}
     reads = {x for k, x in wanted.items() if k not in inside and not isinstance(x, Constant)}
     for t in backward.steps:
@@ -66,8 +70,8 @@ def make_plan(
     avals: dict[int, Any] = {
         k: v.aval for s in forward.steps for k, v in zip(s.outputs, s.eqn.outvars, strict=True)
     }
-    exact = set(variables([wanted[k] for k in _read_exactly(backward, wanted.keys() - inside)]))
-    leaving = _leaving_regions(forward)
+    read = _read_exactly(backward, wanted.keys() - inside, moving)
+    exact = set(variables([wanted[k] for k in read]))
 
     def rounds(x: int) -> bool:
         fact = facts.of[x]
@@ -80,7 +84,7 @@ def make_plan(
         width = half.itemsize if rounds(x) else getattr(avals[x].dtype, "itemsize", 8)
         return entries_of(avals[x]) * width
 
-    whole = exact | leaving
+    whole = exact.union(facts.leaving)
     operands = {x: some for x, some in facts.operands.items() if x not in whole}
     kept = chosen(reads, operands, free, size_of)
     small = unrounded({x: size_of(x) for x in kept})
@@ -99,24 +103,37 @@ _MULTIPLIED_INSIDE = (tables.CALLS | tables.LOOPS | {"shard_map"}) - tables.UNBO
 """Containers that JAX's own derivatives are in."""
 
 
-def _read_exactly(backward: Flat, wanted: Collection[int]) -> set[int]:
+def _moving_in(backward: Flat, moving: Collection[int]) -> set[int]:
+    """Returns the values of a backward program that depend on a cotangent, given the operands that
+    do."""
+    found = set(moving)
+    for step in backward.steps:
+        if not found.isdisjoint(step.variables):
+            found.update(step.outputs)
+    return found
+
+
+def _read_exactly(backward: Flat, wanted: Collection[int], moving: Collection[int]) -> set[int]:
     """Returns the operands among `wanted` that a backward program does not only multiply by. JAX's
     own derivatives do nothing else; a rule of the user's, a solve, or a checkpoint that is
-    evaluated again may do anything."""
+    evaluated again may do anything. `moving` are the operands that depend on a cotangent."""
     of = {k: {k} for k in wanted}
-    found = set[int]()
+    found, moves = set[int](), _moving_in(backward, moving)
     for step in backward.steps:
         reached = set[int]().union(*(of.get(x, ()) for x in step.variables))
         if not reached:
             continue
-        if step.name in _MOVES or (step.name in _MULTIPLIES and of.keys() >= {*step.variables}):
+        still = moves.isdisjoint(step.variables)
+        # What cancels in a product of two of them may be all of it.
+        multiplies = step.name in (_MULTIPLIES - tables.PRODUCTS if still else _MULTIPLIES)
+        if step.name in _MOVES or (still and multiplies):
             of.update((x, of.get(x, set()) | reached) for x in step.outputs)
-        elif step.name not in _MULTIPLIES:
-            found |= reached - _multiplied_inside(step, of)
+        elif not multiplies:
+            found |= reached - _multiplied_inside(step, of, moves)
     return found | set[int]().union(*(of.get(x, ()) for x in variables(backward.outputs)))
 
 
-def _multiplied_inside(step: Step, of: Mapping[int, set[int]]) -> set[int]:
+def _multiplied_inside(step: Step, of: Mapping[int, set[int]], moves: Collection[int]) -> set[int]:
     """Returns the operands that a container only multiplies by."""
     reached = set[int]().union(*(of.get(x, ()) for x in step.variables))
     if step.name not in _MULTIPLIED_INSIDE:
@@ -126,19 +143,12 @@ def _multiplied_inside(step: Step, of: Mapping[int, set[int]]) -> set[int]:
         flat = flatten(body, forward_mode=False, sharded=True)
         chosen_by = [*step.inputs[:start], *(step.inputs[start + i] for i in carried)]
         exact.update(*(of.get(x, ()) for x in variables(chosen_by)))
-        pairs = enumerate(zip(flat.inputs, step.inputs[start:], strict=True))
-        moving = ((k, x) for i, (k, x) in pairs if i not in carried)
-        inside = {k: of[x] for k, x in moving if not isinstance(x, Constant) and x in of}
-        exact.update(*(inside[k] for k in _read_exactly(flat, inside)))
+        pairs = list(enumerate(zip(flat.inputs, step.inputs[start:], strict=True)))
+        there = [(i, k, x) for i, (k, x) in pairs if not isinstance(x, Constant)]
+        inside = {k: of[x] for i, k, x in there if i not in carried and x in of}
+        moving = {k for i, k, x in there if x in moves or i in carried}
+        exact.update(*(inside[k] for k in _read_exactly(flat, inside, moving)))
     return reached - exact
-
-
-def _leaving_regions(flat: Flat) -> set[int]:
-    """Returns the values that leave a checkpoint. They are not computed again outside of it."""
-    made = {x: r for s in flat.steps if (r := region_of(s.eqn)) for x in s.outputs}
-    return {
-        x for s in flat.steps for x in s.variables if made.get(x, "") not in ("", region_of(s.eqn))
-    }
 
 
 def _closure(
@@ -168,17 +178,19 @@ def _loops_of(
     wanted: Mapping[int, int | Constant],
     facts: Facts,
     half: np.dtype,
+    moving: Collection[int],
 ) -> tuple[dict[int, Plan], dict[int, tuple[Step, dict[int, int]]]]:
     """Finds the loops of the backward program that transpose loops of the forward one, and plans
     what is kept in each of their steps."""
     loops: dict[int, Plan] = {}
     stacked: dict[int, tuple[Step, dict[int, int]]] = {}
+    moves = _moving_in(backward, moving)
     for t in backward.steps:
         found = _stacked_by(forward, backward, wanted, t) if t.name == "scan" else []
         found = [(s, places) for s, places in found if id(s) not in loops]
         if found:
             s, places = max(found, key=lambda pair: len(pair[1]))
-            loops[id(s)] = loops[id(t)] = _plan_of_bodies(s, t, places, facts, half)
+            loops[id(s)] = loops[id(t)] = _plan_of_bodies(s, t, places, facts, half, moves)
             stacked[id(t)] = s, places
     return loops, stacked
 
@@ -209,15 +221,28 @@ def _transposes(t: Step, s: Step) -> bool:
     return same and t.eqn.params["reverse"] != s.eqn.params["reverse"]
 
 
-def _plan_of_bodies(s: Step, t: Step, places: dict[int, int], facts: Facts, half: np.dtype) -> Plan:
+def _plan_of_bodies(
+    s: Step,
+    t: Step,
+    places: dict[int, int],
+    facts: Facts,
+    half: np.dtype,
+    moves: Collection[int],
+) -> Plan:
     bodies = [flatten(bodies_of(x.eqn)[0], forward_mode=False, sharded=True) for x in (s, t)]
     forward, backward = with_deviations_once(bodies[0]), bodies[1]
     n_consts, n_carry = scan_counts(s.eqn)
     operand_facts = []
     for i, x in enumerate(s.inputs):
-        fact = Fact(CONSTANT) if isinstance(x, Constant) else facts.of[x]
+        fact = Fact(CONSTANT, number=facts.number(x)) if isinstance(x, Constant) else facts.of[x]
         if n_consts <= i < n_consts + n_carry:
-            fact = fact._replace(level=COMPUTED, exact=False)
+            width = entries_of(aval_of(s.eqn.invars[i]))
+            fact = fact._replace(
+                level=COMPUTED, exact=False, width=width, number=None, centered=False
+            )
         operand_facts.append(fact._replace(sign=None, root=None))
     wanted = {backward.inputs[i]: forward.outputs[p] for i, p in places.items()}
-    return make_plan(forward, backward, wanted, operand_facts, half)
+    n_consts, n_carry = scan_counts(t.eqn)
+    carried = backward.inputs[n_consts : n_consts + n_carry]
+    moving = {k for k, x in zip(backward.inputs, t.inputs, strict=True) if x in moves}
+    return make_plan(forward, backward, wanted, operand_facts, half, moving.union(carried))

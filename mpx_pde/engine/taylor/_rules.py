@@ -21,12 +21,13 @@ from ...program._jaxpr import aval_of, bodies_of, differentiable, own_bind, push
 from ._jets import Jet, Operand, Streams, bind, bind_primals, each, is_inexact, primal_of, total
 from ._plan import Index, Plan, chains, splits, sum_key
 from ._together import broadcast_like, joined, sum_together
-from ._univariate import CLOSED, atan_at_zero, closed_derivatives, nested_derivatives
-
-
-KEPT_TERMS = "mpx_pde.kept_terms"
-"""The scope of sums whose results are of the size of their terms. A backward pass may compute them
-again from these."""
+from ._univariate import (
+    CLOSED,
+    KEPT_TERMS as KEPT_TERMS,
+    atan_at_zero,
+    closed_derivatives,
+    nested_derivatives,
+)
 
 
 @dataclasses.dataclass(frozen=True)

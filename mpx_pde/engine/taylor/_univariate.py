@@ -17,6 +17,10 @@ from jaxtyping import Array
 from numpy.polynomial.polynomial import polyadd, polyder, polymul
 
 
+KEPT_TERMS = "mpx_pde.kept_terms"
+"""The scope of sums whose results are of the size of their terms. A backward pass may compute them
+again from these."""
+
 Derivatives = list[Any]
 """A function and its derivatives. A derivative that is zero everywhere is `None`. A derivative that
 is the same everywhere is a number."""
@@ -49,9 +53,16 @@ def _from_first(f, first, variable, order, slope, own) -> Derivatives:
     return [f, first, *rest][: order + 1]
 
 
+def _saturating(f, first, order, slope, own) -> Derivatives:
+    """Returns the list of a function in whose values its derivatives are polynomials. These have
+    single zeros."""
+    with jax.named_scope(KEPT_TERMS):
+        return _from_first(f, first, f, order, slope, own)
+
+
 def _tanh(x, order):
     y = jnp.tanh(x)
-    return _from_first(y, 1 - y * y, y, order, (1.0, 0.0, -1.0), (0.0, -2.0))
+    return _saturating(y, 1 - y * y, order, (1.0, 0.0, -1.0), (0.0, -2.0))
 
 
 def _tan(x, order):
@@ -61,7 +72,7 @@ def _tan(x, order):
 
 def _logistic(x, order):
     y = lax.logistic(x)
-    return _from_first(y, y * (1 - y), y, order, (0.0, 1.0, -1.0), (1.0, -2.0))
+    return _saturating(y, y * (1 - y), order, (0.0, 1.0, -1.0), (1.0, -2.0))
 
 
 def _erf(x, order):
