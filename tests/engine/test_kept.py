@@ -104,6 +104,12 @@ def fitted(_, near, values):
     return 1e3 * squared(values - near) + squared(jnp.sin(3 * values)) + jnp.mean(values**3)
 
 
+def centred(p, x):
+    """Radial functions of computed values, at centres that are trained."""
+    values = (300 + network(p[0], x))[..., None]
+    return squared(jnp.exp(-((values + p[1]) ** 2)) @ p[2])
+
+
 PROGRAMS = {
     "small residual": (
         lambda p, x, y: squared(network(p, x) - y),
@@ -117,6 +123,11 @@ PROGRAMS = {
         POINTS,
         POINTS[:48],
     ),
+    "trained centres": (
+        centred,
+        (LAYERS, jnp.linspace(-302, -298, 7), jnp.linspace(1, 2, 7)),
+        POINTS,
+    ),
     "fitted parameters": (lambda p, x: fitted(*p, network(p[0], x)), (LAYERS, NEAR), POINTS),
     **{f"made weights: {k}": (_made(make), LAYERS, POINTS) for k, make in MADE.items()},
     **{
@@ -128,7 +139,7 @@ PROGRAMS = {
         for k, f in DECISIONS.items()
     },
 }
-FAST = "small residual", "fitted parameters", "made weights: tril"
+FAST = "small residual", "trained centres", "fitted parameters", "made weights: tril"
 FAST += "decision: where", "decision: a rule"
 
 
