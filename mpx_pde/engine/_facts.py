@@ -137,7 +137,7 @@ class Facts:
         return CONSTANT if isinstance(x, Constant) else self.of[x].level
 
     def _width(self, step: Step, aval: Any) -> int:
-        if step.name in tables.LAYOUT or step.name == "spread_together":
+        if step.name in tables.REPEATING:
             return max((self.of[x].width for x in step.variables), default=1)
         return size_of(aval)
 
@@ -209,8 +209,10 @@ class Facts:
             if isinstance(x, Constant) or isinstance(mean, Constant):
                 return False
             return self.of[mean].width < self.of[x].width and self._is_of(mean, x)
-        multiple = step.name in tables.SCALINGS | tables.SAME
-        return multiple and any(map(self._is_centered, step.inputs))
+        if step.name not in tables.SCALINGS | tables.SAME:
+            return False
+        factors = step.inputs[:1] if step.name in tables.DIVISIONS else step.inputs
+        return sum(map(self._is_centered, factors)) == 1  # a product of two may be a square
 
     def _is_of(self, k: int, x: int) -> bool:
         """Returns whether a variable is computed from `x`."""
@@ -303,7 +305,7 @@ class Facts:
             (x,) = step.inputs
             if isinstance(x, Constant) or self.of[x].exact:
                 return None
-            return Root(x, math.pi / 2 if name == "atan" else 1.0)
+            return Root(x, math.pi / 2 if name in tables.ANGLES else 1.0)
         roots = [r for x in step.inputs if (r := self._root_of(x)) is not None]
         numbers = [abs(n) for x in step.inputs if (n := self.number(x)) is not None]
         others = len(step.inputs) - len(roots) - len(numbers)

@@ -138,7 +138,8 @@ _ROWS = (
     ),
     _row("rem", "selection", "operands", _CHEAP, "broadcasts pointwise"),
     _row("atan2", "nested", "operands", _CHEAP, "broadcasts pointwise", rule="atan2"),
-    _row("tanh erf atan", "elementwise", "operands", _CHEAP, "bounded pointwise accurate odd"),
+    _row("tanh erf", "elementwise", "operands", _CHEAP, "bounded pointwise accurate odd"),
+    _row("atan", "elementwise", "operands", _CHEAP, "bounded angle pointwise accurate odd"),
     _row("logistic", "elementwise", "operands", _CHEAP, "bounded pointwise accurate positive"),
     _row("sin cos", "elementwise", "operands", _CHEAP, "bounded pointwise"),
     _row("one_minus_square", "elementwise", "operands", _CHEAP, "pointwise complement"),
@@ -250,7 +251,7 @@ _ROWS = (
     # of two dtypes, repeat a value for each channel, take moments, or show values to observers.
     _row("rounded_cotangent written written_in", "linear", "program", _OURS, "stores"),
     _row("add_product sum_together", "linear", "program", _OURS),
-    _row("spread_together", "linear", "program", _OURS, "light accurate"),
+    _row("spread_together", "linear", "program", _OURS, "light accurate repeats"),
     _row("broadcast_like summed_apart forward_only", "linear", "program", _OURS),
     _row("moments", "nested", "float32", _OURS, "sum", rule="moments"),
     _row("squares_about_mean", "nested", "float32", _OURS, "sum", rule="squares_about_mean"),
@@ -448,6 +449,12 @@ beside an array."""
 
 POSITIVE = _with("positive")
 """Functions whose result is never below 0."""
+
+ANGLES = _with("angle")
+"""Functions whose bound is π/2, where that of others is 1."""
+
+REPEATING = LAYOUT | _with("repeats")
+"""Moves, and what repeats the values of several streams at once."""
 
 EXTREMES = _with("extreme")
 """Reductions to the largest or the smallest value."""
