@@ -9,4 +9,4 @@ from ._entry import (
 from ._mixed import Mixed as Mixed, Rule as Rule
 from ._products import broadcast_like as broadcast_like, multiplied_in as multiplied_in
 from .taylor._plan import Index as Index, Plan as Plan, make_plan as make_plan, sum_key as sum_key
-from .taylor._rules import KEPT_TERMS as KEPT_TERMS
+from .taylor._univariate import KEPT_TERMS as KEPT_TERMS

@@ -26,12 +26,12 @@ from ._roles import is_wild
 from ._segments import is_light
 from ._storage import WILD
 from .taylor._jets import is_inexact
-from .taylor._rules import KEPT_TERMS
+from .taylor._univariate import KEPT_TERMS
 
 
 CONSTANT, MASTER, DATA, COMPUTED = range(4)
-"""What a value depends on: nothing, parameters alone, other arguments alone, or both. The level of
-a result is the bitwise or of those of its operands."""
+"""Levels of a value, by what it depends on: nothing, parameters alone, other arguments alone, or
+both. That of a result is the bitwise or of those of its operands."""
 
 RECOMPUTED = "mpx_pde.computed_again"
 """The scope of a `jax.checkpoint`: its products are computed again from what enters it."""
@@ -77,10 +77,6 @@ class Fact(NamedTuple):
     magnitude: float = 0.0
     number: float | None = None
     centered: bool = False
-
-    @property
-    def is_bias(self) -> bool:
-        return self.level == MASTER and self.exact and self.width > 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,14 +143,13 @@ class Facts:
         """Returns whether a product is in half if it is computed again, as in a checkpoint. Data
         may have an offset that a bias takes away, so their products are in full."""
         given = (self.of[x] for x in step.variables if self.level(x) != MASTER)
-        multiplies = step.name in tables.PRODUCTS and bool(region_of(step.eqn))
-        return multiplies and not any(fact.exact for fact in given)
+        return _multiplies_again(step) and not any(fact.exact for fact in given)
 
     def _operands_again(self, step: Step, exact: bool) -> tuple[int, ...] | None:
         """Returns the variables that a step can be evaluated again from; `None` if it cannot.
         `exact` tells that its operands are."""
         name, values = step.name, tuple(dict.fromkeys(step.variables))
-        multiplies = name in tables.PRODUCTS and bool(region_of(step.eqn))
+        multiplies = _multiplies_again(step)
         if step.eqn.effects or not (multiplies or is_light(step.eqn)):
             return None
         if exact or multiplies:
@@ -197,7 +192,7 @@ class Facts:
         return None if root is None else (root.variable,)
 
     def _is_bias(self, x: Any) -> bool:
-        return not isinstance(x, Constant) and self.of[x].is_bias
+        return self.level(x) == MASTER and self.of[x].exact and self.of[x].width > 1
 
     def _is_centered(self, x: Any) -> bool:
         return not isinstance(x, Constant) and self.of[x].centered
@@ -344,7 +339,8 @@ def _largest(half: np.dtype) -> float:
 
 def facts_of(flat: Flat, operand_facts: Sequence[Fact], half: np.dtype) -> Facts:
     """Returns the facts of a program whose operands have these facts."""
-    facts = Facts(half, entering=_entering(flat), leaving=_leaving(flat))
+    entering, leaving = _ends_of_checkpoints(flat)
+    facts = Facts(half, entering=entering, leaving=leaving)
     for k, c in flat.constants.items():
         level, width = DATA if np.ndim(c.value) else CONSTANT, int(np.size(c.value))
         facts.of[k] = Fact(level, width=width, number=_number_of(c))
@@ -364,19 +360,23 @@ def region_of(eqn: JaxprEqn) -> str:
     return next((x for x in scopes_of(eqn) if x.startswith(RECOMPUTED)), "")
 
 
-def _entering(flat: Flat) -> set[int]:
-    """Returns the values that enter a checkpoint."""
-    made = {x: region_of(s.eqn) for s in flat.steps for x in s.outputs}
-    regions = [(s, r) for s in flat.steps if (r := region_of(s.eqn))]
-    return {x for s, r in regions for x in s.variables if made.get(x, "") != r}
+def _multiplies_again(step: Step) -> bool:
+    """Returns whether a step is a product that a checkpoint computes again."""
+    return step.name in tables.PRODUCTS and bool(region_of(step.eqn))
 
 
-def _leaving(flat: Flat) -> set[int]:
-    """Returns the values that leave a checkpoint. They are not computed again outside of it."""
-    made = {x: r for s in flat.steps if (r := region_of(s.eqn)) for x in s.outputs}
-    return {
-        x for s in flat.steps for x in s.variables if made.get(x, "") not in ("", region_of(s.eqn))
-    }
+def _ends_of_checkpoints(flat: Flat) -> tuple[set[int], set[int]]:
+    """Returns the values that enter a checkpoint, and those that leave one. The latter are not
+    computed again outside of it."""
+    entering, leaving = set[int](), set[int]()
+    made: dict[int, str] = {}
+    for step in flat.steps:
+        region = region_of(step.eqn)
+        crossing = [x for x in step.variables if made.get(x, "") != region]
+        entering.update(crossing if region else ())
+        leaving.update(x for x in crossing if made.get(x))
+        made.update(dict.fromkeys(step.outputs, region))
+    return entering, leaving
 
 
 def _negated(a: Sign) -> Sign:

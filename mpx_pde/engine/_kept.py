@@ -60,7 +60,8 @@ def make_plan(
     given."""
     facts = facts_of(forward, operand_facts, half)
     moving = {*backward.inputs} - wanted.keys() if moving is None else moving
-    loops, stacked = _loops_of(forward, backward, wanted, facts, half, moving)
+    moves = _moving_in(backward, moving)
+    loops, stacked = _loops_of(forward, backward, wanted, facts, half, moves)
     inside = {t.inputs[i] for t in backward.steps if id(t) in stacked for i in stacked[id(t)][1]}
     reads = {x for k, x in wanted.items() if k not in inside and not isinstance(x, Constant)}
     for t in backward.steps:
@@ -70,7 +71,7 @@ def make_plan(
     avals: dict[int, Any] = {
         k: v.aval for s in forward.steps for k, v in zip(s.outputs, s.eqn.outvars, strict=True)
     }
-    read = _read_exactly(backward, wanted.keys() - inside, moving)
+    read = _read_exactly(backward, wanted.keys() - inside, moves)
     exact = set(variables([wanted[k] for k in read]))
 
     def rounds(x: int) -> bool:
@@ -113,12 +114,12 @@ def _moving_in(backward: Flat, moving: Collection[int]) -> set[int]:
     return found
 
 
-def _read_exactly(backward: Flat, wanted: Collection[int], moving: Collection[int]) -> set[int]:
+def _read_exactly(backward: Flat, wanted: Collection[int], moves: set[int]) -> set[int]:
     """Returns the operands among `wanted` that a backward program does not only multiply by. JAX's
     own derivatives do nothing else; a rule of the user's, a solve, or a checkpoint that is
-    evaluated again may do anything. `moving` are the operands that depend on a cotangent."""
+    evaluated again may do anything. `moves` are the values that depend on a cotangent."""
     of = {k: {k} for k in wanted}
-    found, moves = set[int](), _moving_in(backward, moving)
+    found = set[int]()
     for step in backward.steps:
         reached = set[int]().union(*(of.get(x, ()) for x in step.variables))
         if not reached:
@@ -133,7 +134,7 @@ def _read_exactly(backward: Flat, wanted: Collection[int], moving: Collection[in
     return found | set[int]().union(*(of.get(x, ()) for x in variables(backward.outputs)))
 
 
-def _multiplied_inside(step: Step, of: Mapping[int, set[int]], moves: Collection[int]) -> set[int]:
+def _multiplied_inside(step: Step, of: Mapping[int, set[int]], moves: set[int]) -> set[int]:
     """Returns the operands that a container only multiplies by."""
     reached = set[int]().union(*(of.get(x, ()) for x in step.variables))
     if step.name not in _MULTIPLIED_INSIDE:
@@ -147,7 +148,8 @@ def _multiplied_inside(step: Step, of: Mapping[int, set[int]], moves: Collection
         there = [(i, k, x) for i, (k, x) in pairs if not isinstance(x, Constant)]
         inside = {k: of[x] for i, k, x in there if i not in carried and x in of}
         moving = {k for i, k, x in there if x in moves or i in carried}
-        exact.update(*(inside[k] for k in _read_exactly(flat, inside, moving)))
+        own_moves = _moving_in(flat, moving)
+        exact.update(*(inside[k] for k in _read_exactly(flat, inside, own_moves)))
     return reached - exact
 
 
@@ -178,13 +180,13 @@ def _loops_of(
     wanted: Mapping[int, int | Constant],
     facts: Facts,
     half: np.dtype,
-    moving: Collection[int],
+    moves: set[int],
 ) -> tuple[dict[int, Plan], dict[int, tuple[Step, dict[int, int]]]]:
     """Finds the loops of the backward program that transpose loops of the forward one, and plans
-    what is kept in each of their steps."""
+    what is kept in each of their steps. `moves` are the values of the backward program that depend
+    on a cotangent."""
     loops: dict[int, Plan] = {}
     stacked: dict[int, tuple[Step, dict[int, int]]] = {}
-    moves = _moving_in(backward, moving)
     for t in backward.steps:
         found = _stacked_by(forward, backward, wanted, t) if t.name == "scan" else []
         found = [(s, places) for s, places in found if id(s) not in loops]
@@ -227,7 +229,7 @@ def _plan_of_bodies(
     places: dict[int, int],
     facts: Facts,
     half: np.dtype,
-    moves: Collection[int],
+    moves: set[int],
 ) -> Plan:
     bodies = [flatten(bodies_of(x.eqn)[0], forward_mode=False, sharded=True) for x in (s, t)]
     forward, backward = with_deviations_once(bodies[0]), bodies[1]

@@ -120,7 +120,8 @@ def test_a_value_that_may_cancel_is_kept(name, half):
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("made", [False, True])
 def test_data_with_an_offset_enter_a_checkpoint_in_full(made, half):
-    """Of the products rounding to half leaves nothing. Their gradients still meet the offset."""
+    """Rounding these products to half leaves nothing of them. Their gradients still meet the
+    offset."""
     loss = first_layer
     if made:
         loss = lambda p, x: first_layer(p, 100 + jax.nn.sigmoid(x @ TURN))

@@ -23,7 +23,7 @@ from ._plan import Index, Plan, chains, splits, sum_key
 from ._together import broadcast_like, joined, sum_together
 from ._univariate import (
     CLOSED,
-    KEPT_TERMS as KEPT_TERMS,
+    KEPT_TERMS,
     atan_at_zero,
     closed_derivatives,
     nested_derivatives,
