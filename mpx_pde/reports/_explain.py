@@ -10,7 +10,7 @@ from ..program import _tables as tables
 from ..program._lines import is_ours
 from ..program._products import KEPT_IN_HALF
 from ._meter import OPERAND
-from ._range_report import RangeReport, Row
+from ._range_report import RangeReport, Row, cancellation
 from ._stats import is_finite, percent
 from ._sums import described
 
@@ -265,5 +265,12 @@ def explain(report: RangeReport, name: str, full: RangeReport | None = None) -> 
         text = f"Nothing overflows {name}."
     if broken:
         text = f"{text} What the function returns is finite; but: {broken}"
-    sums = report.stagnating(name)
-    return f"{text} But {described(sums, name)}." if sums else text
+    if sums := report.stagnating(name):
+        text = f"{text} But {described(sums, name)}."
+    if rows := report.cancelling(name):
+        more = f" {len(rows) - 1} other lines are alike." if rows[1:] else ""
+        text = (
+            f"{text} Digits are lost at {cancellation(rows[0])}.{more} Subtract in float32, before "
+            'anything is cast, or pass `forward="float32"`.'
+        )
+    return text

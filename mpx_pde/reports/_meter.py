@@ -1,15 +1,16 @@
 """Runs a jaxpr in float32, and sends every intermediate floating-point value to the host."""
 
 import functools as ft
+import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, primitives
 
 from ..precision._cast import widen
@@ -19,6 +20,7 @@ from ..program._jaxpr import (
     aval_of,
     bodies_of,
     close,
+    equations_in,
     in_context_of,
     inner_scope,
     is_container,
@@ -47,6 +49,8 @@ _ADDING = threading.Lock()
 # Half types by the bits of their exponent and mantissa.
 _BITS = {(5, 10): "float16", (8, 7): "bfloat16"}
 
+_COARSENESS = {"": 0, "float16": 1, "bfloat16": 2}
+
 OPERAND = "operand of "
 """The prefix of the primitive in rows for float32 operands that a product rounds to half."""
 
@@ -64,6 +68,8 @@ class Measured:
     product: tuple[int, ...] | None = None
     """The sizes of a matrix product (batch, rows, columns, contracted) or of a convolution (groups,
     positions, output channels, window times input channels)."""
+    rounded: str = ""
+    """The coarsest half type to which the value, or one that it was computed from, was rounded."""
 
     @property
     def half(self) -> bool:
@@ -82,6 +88,7 @@ TAINTED: Marks = frozenset([-1])
 class Known:
     array: Any
     marks: Marks = CLEAN
+    rounded: str = ""
 
 
 @dataclass(frozen=True)
@@ -109,16 +116,22 @@ class Meter:
         self.executed: dict[tuple[int, ...], int] = around.executed if around else {}
         self.bodies: tuple[tuple[int, ...], ...] = (*around.bodies, body) if around else ()
         self.arrays: list[Any] = []
+        self.squares: dict[int, Array] = {}
         self.pending: list[Record] = []
         self.bytes = 0
 
     # Counting.
 
-    def visit(self, value: Measured, array: Any, sources: Marks) -> Marks:
-        """Measures an array. Returns its marks."""
+    def visit(
+        self, value: Measured, array: Any, sources: Marks, terms: Array | None = None
+    ) -> Marks:
+        """Measures an array. Returns its marks. `terms` are the squares of what was added up in
+        each entry."""
         if self.silent:
             return CLEAN
         self.measured.setdefault(value.order, value)
+        if terms is not None:
+            self.squares[len(self.arrays)] = jnp.stack([jnp.sum(terms), jnp.sum(array * array)])
         return self._add(value.order, array, sources)
 
     def look(self, array: Any) -> Marks:
@@ -149,17 +162,26 @@ class Meter:
         earlier = sorted(sources - {r.number for r in records} - TAINTED)
         flags = [~jnp.all(jnp.isfinite(self.arrays[i])) for i in earlier]
         arrays = [self.arrays[r.number] for r in records]
-        jax.debug.callback(ft.partial(self._collect, records, earlier, ends), flags, arrays)
+        squares, self.squares = self.squares, {}
+        collect = ft.partial(self._collect, records, earlier, ends)
+        jax.debug.callback(collect, flags, arrays, squares)
 
     def _collect(
-        self, records: Sequence, earlier: Sequence, ends: bool, flags: Any, arrays: Any
+        self,
+        records: Sequence,
+        earlier: Sequence,
+        ends: bool,
+        flags: Any,
+        arrays: Any,
+        squares: Mapping[int, Any],
     ) -> None:
         bad = {-1: True, **dict(zip(earlier, map(bool, flags), strict=True))}
         for record, x in zip(records, map(np.asarray, arrays), strict=True):
             bad[record.number] = not is_finite(x)
             if record.order is not None:
                 source = bad[record.number] and not any(bad[i] for i in record.sources)
-                found = Counts.of(x, self._time_of(record.order), source)
+                sums = squares.get(record.number)
+                found = Counts.of(x, self._time_of(record.order), source, sums)
                 with _ADDING:
                     before = self.counts.get(record.order, Counts())
                     self.counts[record.order] = before + found
@@ -175,13 +197,14 @@ class Meter:
         return (*time, *order[start:])
 
     def body(
-        self, closed: ClosedJaxpr, order: tuple, scopes: tuple, site: Site
+        self, closed: ClosedJaxpr, order: tuple, scopes: tuple, site: Site, rounded: str = ""
     ) -> Callable[..., list]:
-        """Returns a jaxpr as a measured function, for a container that traces it separately."""
+        """Returns a jaxpr as a measured function, for a container that traces it separately.
+        `rounded` is that of its operands."""
 
         def function(*arrays):
             inner = Meter(self, self.silent, order)
-            known = [Known(x, inner.look(x)) for x in arrays]
+            known = [Known(x, inner.look(x), rounded) for x in arrays]
             out = [x.array for x in inner.jaxpr(closed, known, order, scopes, site)]
             inner.flush(ends=not self.silent)
             return out
@@ -232,22 +255,27 @@ class Meter:
         sources = CLEAN.union(*(x.marks for x in operands))
         if name in tables.MIXED:
             self._rounded(eqn, operands, order, here, site)
+        rounded = coarsest(*(x.rounded for x in operands), *_formats_of(eqn))
+        looked_at = not (self.silent or site.backward)
+        terms = _terms(eqn, [x.array for x in operands]) if looked_at else None
         out = []
         arrays = bind_wide(eqn, [x.array for x in operands])
         for j, (x, var) in enumerate(zip(arrays, eqn.outvars, strict=True)):
             if not is_measured(var.aval):
                 out.append(Known(x))
             elif name in tables.BARRIERS:
-                out.append(Known(x, operands[j].marks))
+                out.append(Known(x, operands[j].marks, operands[j].rounded))
             elif is_kept(eqn) and name != "convert_element_type":
-                out.append(Known(x, sources))  # looks for overflows, which this run has none of
+                # It looks for overflows, which this run has none of.
+                out.append(Known(x, sources, rounded))
             elif name in _MOVES:
-                out.append(Known(x, self.look(x) if name in tables.PICKS and sources else sources))
+                marks = self.look(x) if name in tables.PICKS and sources else sources
+                out.append(Known(x, marks, rounded))
             else:
                 dtype, shape = _format_of(eqn, var), tuple(aval_of(var).shape)
                 product = product_shape(eqn) if name in tables.PRODUCTS else None
-                value = Measured((*order, j), name, site, here, dtype, shape, product)
-                out.append(Known(x, self.visit(value, x, sources)))
+                value = Measured((*order, j), name, site, here, dtype, shape, product, rounded)
+                out.append(Known(x, self.visit(value, x, sources, terms), rounded))
         return out
 
     def _rounded(self, eqn, operands, order, scope, site) -> None:
@@ -266,12 +294,19 @@ class Meter:
             return self.jaxpr(bodies[0], operands, order, scopes, site)
         # The condition of a `while` only decides when to stop.
         unseen = {0} if name == "while" else ()
+        rounded = coarsest(*(x.rounded for x in operands))
+        inside = (_formats_of(x) for body in bodies for x in equations_in(body))
+        after = coarsest(rounded, *itertools.chain.from_iterable(inside))
+        if name in tables.LOOPS:  # what one step rounds, the next one takes
+            rounded = after
         functions = [
-            evaluate_wide(closed) if i in unseen else self.body(closed, (*order, i), scopes, site)
+            evaluate_wide(closed)
+            if i in unseen
+            else self.body(closed, (*order, i), scopes, site, rounded)
             for i, closed in enumerate(bodies)
         ]
         out = rebind(eqn, [x.array for x in operands], functions)
-        return [Known(x, self.look(x)) for x in out]
+        return [Known(x, self.look(x), after) for x in out]
 
 
 def evaluate_wide(closed: ClosedJaxpr) -> Callable[..., list]:
@@ -288,6 +323,36 @@ def _format_of(eqn: JaxprEqn, var: Any) -> str:
         if bits in _BITS:
             return _BITS[bits]
     return aval_of(var).dtype.name
+
+
+def coarsest(*formats: str) -> str:
+    """Returns the half type of fewest digits, where `""` stands for none."""
+    return max(formats, key=_COARSENESS.__getitem__, default="")
+
+
+def _formats_of(eqn: JaxprEqn) -> list[str]:
+    """Returns the half types to which an equation rounds its results or operands."""
+    found = [_format_of(eqn, v) for v in eqn.outvars if is_measured(v.aval)]
+    if eqn.primitive.name in tables.MIXED:
+        found.append(np.dtype(eqn.params["dtype"]).name)
+    return [x for x in found if x in _BITS.values()]
+
+
+_ADDITIONS = {"add", "add_any", "sub"}
+
+
+def _terms(eqn: JaxprEqn, arrays: list) -> Array | None:
+    """Returns the sum of the squares of what an addition or a product adds up in each entry. Its
+    root is the size of the error if each term is rounded. Returns `None` for another equation, and
+    for a single number, which may be near zero by chance.
+    """
+    name = eqn.primitive.name
+    if name not in _ADDITIONS | tables.PRODUCTS or aval_of(eqn.outvars[0]).size < 2:
+        return None
+    if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in arrays):
+        return None
+    squares = [jnp.square(x) for x in arrays]
+    return squares[0] + squares[1] if name in _ADDITIONS else bind_wide(eqn, squares)[0]
 
 
 def _user_of(jaxpr: Jaxpr, var: Any, site: Site) -> Site:

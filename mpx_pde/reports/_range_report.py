@@ -22,6 +22,9 @@ from ._sums import UNITS, LongSum
 _TILE = 8
 _SHOWN = 30
 
+_KEPT = 1 / 16
+"""The error of a result, in units of its own size, from which on cancellation is told."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -55,6 +58,11 @@ class Row:
     - `order`: its place in the program.
     - `first`: the time at which it first created something not finite (`"nonfinite"`) or would have
         overflowed (`"float16"`, `"bfloat16"`): its place with the steps of the loops around it.
+    - `rounded`: the half type to which the program rounds it, or what it is computed from; the
+        coarser of two, and empty if there is none.
+    - `cancels`: for a sum, difference or product, by how many powers of two the terms are larger
+        than what is left of them (root mean squares). Roundings of the terms are so much larger
+        relative to the result.
     """
 
     primitive: str
@@ -79,6 +87,8 @@ class Row:
     operations: int = 1
     inside: bool = False
     cast_of: str = ""
+    rounded: str = ""
+    cancels: float = 0.0
 
     def loss(self, name: str) -> Lost:
         with named("RangeReport"):
@@ -93,7 +103,16 @@ class Row:
         return f"{self.line} `{self.primitive}`{inside}{rule}"
 
 
-_OF_VALUE = ("primitive", "scope", "dtype", "shape", "half", "order")
+def cancellation(row: Row) -> str:
+    """Describes a sum in which rounded values cancel."""
+    rounded = row.rounded or "half precision"
+    return (
+        f"{row.where}: values that were rounded to {rounded} cancel, and are "
+        f"{2**row.cancels:,.0f} times as large as what is left of them"
+    )
+
+
+_OF_VALUE = ("primitive", "scope", "dtype", "shape", "half", "order", "rounded")
 _OF_SITE = ("line", "layer", "inside", "cast_of")
 
 
@@ -249,6 +268,27 @@ class RangeReport:
             check_choice(dtype, UNITS, "dtype")
         return tuple(x for x in self.sums if x.stagnates(dtype))
 
+    def cancelling(self, dtype: str | None = None) -> tuple[Row, ...]:
+        """Returns the sums, differences and products of the forward pass in which values that were
+        rounded cancel, such as 300.2 - 300, worst first. What is left of them is off by a sixteenth
+        and more.
+
+        **Arguments:**
+
+        - `dtype`: the half type to which they are rounded, by default that of the program, or
+            float16 if nothing in it is half.
+        """
+        with named("RangeReport"):
+            if dtype is not None:
+                check_choice(dtype, UNITS, "dtype")
+
+        def cancels(row: Row) -> bool:
+            at_risk = row.rounded or not self.mixed
+            units = UNITS[dtype or row.rounded or "float16"]
+            return bool(at_risk) and not row.backward and 2**row.cancels >= units * _KEPT
+
+        return tuple(sorted(filter(cancels, self.rows), key=lambda row: -row.cancels))
+
     def worst(self, n: int | None = None, dtype: str = "float16") -> tuple[Row, ...]:
         """Returns the `n` folded rows that suffer most in `dtype`, or all of them if `n` is `None`.
         Rows that are not finite come first. The others are sorted by overflow, then by loss to zero
@@ -273,6 +313,7 @@ class RangeReport:
         lines = [
             f"may stand still: {x}" for x in self.sums if x.stagnates(None if x.half else "float16")
         ]
+        lines += [f"loses digits: {cancellation(x)}" for x in self.cancelling()][:_SHOWN]
         if not self.idle:
             return lines
         lines += [

@@ -140,6 +140,9 @@ def range_report(fun: Callable[..., Any]) -> Callable[..., RangeReport]:
     in this run, so one value that overflows does not hide the next. For a float32 function, every
     value is treated as if it were half precision.
 
+    It also measures where rounded values cancel, such as data around 300 less their mean, which
+    no step tells, because only values show it.
+
     Compilation takes about as long as that of the function itself. The run is slow, because nothing
     is fused and all values are copied to the host.
 
@@ -187,7 +190,8 @@ def explain_nonfinite(
     fun: Callable[..., Any], dtype: DTypeLike | None = None
 ) -> Callable[..., str]:
     """Explains in which line half precision first overflows, by how much, and how to fix it. Also
-    names a sum that is so long that it stands still in half precision.
+    names a sum that is so long that it stands still in half precision, and one in which rounded
+    values cancel.
 
     Runs the function once in float32, as [`mpx_pde.range_report`][] does.
 

@@ -87,6 +87,15 @@ class Lost:
         return self.overflow + self.subnormal + self.zero
 
 
+def _cancels(squares: Any) -> float:
+    """Returns by how many powers of two the terms of a sum are larger than the sum, or 0 for what
+    is no sum, or is zero or not finite."""
+    terms, total = np.broadcast_to(squares, 2)
+    if total == 0 or not np.isfinite(terms):
+        return 0.0
+    return float(max(0.0, np.log2(terms / total) / 2))
+
+
 @dataclasses.dataclass(frozen=True)
 class Counts:
     """Counts of the values of an equation. They can be added up over its executions. They hold the
@@ -102,6 +111,7 @@ class Counts:
     largest: float = 0.0
     smallest: float = math.inf
     first: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    squares: Any = 0.0
 
     def __add__(self, other: "Counts") -> "Counts":
         both = self.first.keys() | other.first.keys()
@@ -114,12 +124,15 @@ class Counts:
             max(self.largest, other.largest),
             min(self.smallest, other.smallest),
             {k: min(times) for k, times in found.items()},
+            self.squares + other.squares,
         )
 
     @classmethod
-    def of(cls, array: Any, time: tuple[int, ...], source: bool = False) -> "Counts":
+    def of(
+        cls, array: Any, time: tuple[int, ...], source: bool = False, squares: Any = None
+    ) -> "Counts":
         """Counts the values of an array, float32 or wider, at a `time`. `source` says that the
-        array is not finite although its operands are.
+        array is not finite although its operands are. `squares` are those of a sum, in float32.
         """
         x = np.asarray(array)
         if x.dtype.kind == "c":
@@ -141,7 +154,8 @@ class Counts:
         smallest = float(present.min(initial=math.inf))
         over = dict(zip(_FORMATS, passed[3::3] > passed[1], strict=True))
         first = {name: time for name, does in {**over, "nonfinite": source}.items() if does}
-        return cls(magnitudes.size, passed, edges, int(source), largest, smallest, first)
+        sums = 0.0 if squares is None else np.asarray(squares, np.float64)
+        return cls(magnitudes.size, passed, edges, int(source), largest, smallest, first, sums)
 
     def summary(self) -> dict[str, Any]:
         """Returns the statistics for a row of the report. Its histogram has the fractions in the
@@ -169,6 +183,7 @@ class Counts:
             "nans": fraction(nans),
             "creates_nonfinite": self.sources > 0,
             "first": self.first,
+            "cancels": _cancels(self.squares),
             "histogram": tuple(fraction(n) for n in (-np.diff(at_least)).tolist()),
             **lost,
         }

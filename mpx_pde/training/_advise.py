@@ -43,6 +43,8 @@ _TOLERANCE = 0.01
 larger."""
 _GAIN = 0.9
 """The fraction of float32's memory above which another precision is not worth using."""
+_FAR_OFF = 0.1
+"""The error of a loss or gradient from which on it is worth to ask which values cancel."""
 _WIDE = 128
 """Products with a smaller dimension leave the tensor cores of a GPU waiting for memory."""
 
@@ -122,6 +124,12 @@ class Advice:
             lines.append(
                 f"The loss closes over {', '.join(self.closed_over)}, which no cast reaches: pass "
                 "such data as arguments, or products with them stay in that precision."
+            )
+        errors = (x for row in self.rows if row.finite for x in (row.value_error, row.error))
+        if max(errors) > _FAR_OFF:
+            lines.append(
+                "`mpx_pde.explain_nonfinite` of such a gradient names a line in which rounded "
+                "values cancel, if there is one."
             )
         if jax.default_backend() == "cpu":
             lines.append("A CPU computes halves in float32, so a GPU needs less memory for them.")
