@@ -16,7 +16,8 @@ _UNKNOWN_IN_HALF = re.compile(
     r"FFT input must be|"
     r"(?i:(unsupported|not supported|not implemented|does not accept|must be).*"
     r"(dtype|float32|float64|complex))|"
-    r"dtype=\S+ is not supported"
+    r"dtype=\S+ is not supported|"
+    r"data type .* not inexact"  # `numpy.finfo` of bfloat16, as in `jnp.interp`
 )
 
 # Errors of derivatives inside of the function, whose tangents or cotangents have another dtype.

@@ -151,6 +151,7 @@ def test_jet_against_nested_derivatives():
     [
         (lambda x: jnp.abs(jnp.fft.rfft(x)), "bfloat16"),
         (lambda x: lax.complex(x, x).real, "float16"),
+        (lambda x: jnp.interp(x, jnp.arange(3.0).astype(x.dtype), x[:3]), "bfloat16"),
     ],
 )
 def test_an_error_that_a_cast_led_to_names_the_mend(operation, half):
