@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
@@ -36,9 +37,11 @@ class Constant:
 
     @property
     def number(self) -> Any:
-        """Returns the number that it is; `None` for an array, and for one that is not known while
-        tracing."""
-        return None if np.ndim(self.value) or isinstance(self.value, Tracer) else self.value
+        """Returns the number that it is; `None` for an array, for the key of random numbers, and
+        for what is not known while tracing."""
+        if np.ndim(self.value) or isinstance(self.value, Tracer):
+            return None
+        return None if jnp.issubdtype(self.aval.dtype, jax.dtypes.extended) else self.value
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

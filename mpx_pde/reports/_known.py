@@ -23,8 +23,10 @@ LARGEST = 2**24
 
 
 def constant(x: Any) -> Known | None:
-    """Returns an array as a known one, or `None` for a tracer."""
-    return None if isinstance(x, Tracer) else lambda: np.asarray(x)
+    """Returns an array as a known one, or `None` for a tracer and for the key of random numbers,
+    which NumPy has not."""
+    is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return None if isinstance(x, Tracer) or is_key else lambda: np.asarray(x)
 
 
 def value_of(x: int | Constant, known: Mapping[int, Known | None]) -> Known | None:
