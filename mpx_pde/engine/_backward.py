@@ -26,7 +26,7 @@ from ..program._jaxpr import (
     in_context_of,
     with_products,
 )
-from ..program._rebind import rebind, scan_counts
+from ..program._rebind import carried_by, rebind
 from ._custom import bind_recorded
 from ._facts import COMPUTED, DATA, Fact, facts_of
 from ._kept import Plan, make_plan
@@ -73,7 +73,7 @@ def run_forward(
         if id(step) in plan.loops:
             inner = plan.loops[id(step)]
             some = [
-                i for i, k in enumerate(step.outputs) if k in reads or i < scan_counts(step.eqn)[1]
+                i for i, k in enumerate(step.outputs) if k in reads or i < len(carried_by(step.eqn))
             ]
             out, loops[id(step)] = _scan_forward(inner, step, args, by, some)
         else:
@@ -93,8 +93,7 @@ def _scan_forward(
     plan: Plan, step: Step, operands: list[Any], by: Precisions, needed: Collection[int]
 ) -> tuple[list[Any], Values]:
     """Evaluates a loop, and stacks what its steps keep."""
-    n_consts, _ = scan_counts(step.eqn)
-    outside = plan.forward.inputs[:n_consts]
+    outside = plan.forward.inputs[: carried_by(step.eqn).start]
 
     def body(*args):
         out, values = run_forward(plan, args, by, needed)
@@ -228,8 +227,7 @@ def _scan_backward(
         for k, x in zip(inner.forward.inputs, scan.inputs, strict=False)
         if k in inner.operands and k not in values.loops[id(scan)].operands
     }
-    n_consts, n_carry = scan_counts(step.eqn)
-    carried = range(n_consts, n_consts + n_carry)
+    carried = carried_by(step.eqn)
     pairs = enumerate(zip(inner.backward.inputs, moves, strict=True))
     still = {k for i, (k, moves) in pairs if not moves and i not in carried}
     first = min(places)

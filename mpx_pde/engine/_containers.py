@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from .._util._varying import match_varying_axes
 from ..checkpoint_policies import translate
 from ..program._jaxpr import bodies_of
-from ..program._rebind import rebind, scan_counts
+from ..program._rebind import carried_by, rebind
 from ._custom import custom_jvp, custom_vjp
 from ._roles import takes_derivatives
 from ._storage import DEEP, WILD, Staged, Value, array_of
@@ -111,15 +111,15 @@ class Containers:
         return self._full(x, stage) if is_inexact(value) else Staged(Jet(value), init.stage)
 
     def _scan(self, eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
-        n_consts, n_carry = scan_counts(eqn)
-        n = n_consts + n_carry
+        places = carried_by(eqn)
+        n_consts, n, n_carry = places.start, places.stop, len(places)
         consts = list(map(self.shared, operands[:n_consts]))
         init = list(map(self.loaded, operands[n_consts:n]))
         top = _highest(eqn, operands)
         others = (s for s in _stages(operands) if s < WILD)
         stage = max((*_stages(init), *others), default=DEEP)
         scanned = self._turned(operands[n:])
-        (body,), onward = bodies_of(eqn), [(i, n_consts + i) for i in range(n_carry)]
+        (body,), onward = bodies_of(eqn), list(enumerate(places))
 
         def step_at(stage, *values):
             out = self._inside(body, values, onward)

@@ -15,7 +15,7 @@ from ..program import _tables as tables
 from ..program._deviations import with_deviations_once
 from ..program._flat import Constant, Flat, Step, flatten, variables
 from ..program._jaxpr import aval_of, bodies_of, size_of as entries_of
-from ..program._rebind import bodies_in, scan_counts
+from ..program._rebind import bodies_in, carried_by
 from ._facts import COMPUTED, CONSTANT, Fact, Facts, can_round, facts_of
 from ._keeping import chosen, unrounded
 
@@ -169,7 +169,7 @@ def _closure(
 
 def _closed_over(plan: Plan, scan: Step) -> list[int]:
     """Returns the variables outside of a loop that its body needs on the way back."""
-    n_consts, _ = scan_counts(scan.eqn)
+    n_consts = carried_by(scan.eqn).start
     pairs = zip(plan.forward.inputs[:n_consts], scan.inputs[:n_consts], strict=True)
     return [x for k, x in pairs if k in plan.operands and not isinstance(x, Constant)]
 
@@ -204,7 +204,7 @@ def _stacked_by(
     and the positions of the operands that they stacked and of their results. Operands that other
     steps read, too, are left out."""
     of = {x: k for k, x in wanted.items() if not isinstance(x, Constant)}
-    first = sum(scan_counts(t.eqn))
+    first = carried_by(t.eqn).stop
     read_once = {x: i for i, x in enumerate(t.inputs) if i >= first and t.inputs.count(x) == 1}
     for step in backward.steps:
         for x in step.variables if step is not t else ():
@@ -212,7 +212,7 @@ def _stacked_by(
     out = []
     for s in forward.steps:
         if s.name == "scan" and _transposes(t, s):
-            results = list(enumerate(s.outputs))[scan_counts(s.eqn)[1] :]
+            results = list(enumerate(s.outputs))[len(carried_by(s.eqn)) :]
             places = {read_once[k]: i for i, y in results if (k := of.get(y)) in read_once}
             out += [(s, places)] if places else []
     return out
@@ -233,18 +233,17 @@ def _plan_of_bodies(
 ) -> Plan:
     bodies = [flatten(bodies_of(x.eqn)[0], forward_mode=False, sharded=True) for x in (s, t)]
     forward, backward = with_deviations_once(bodies[0]), bodies[1]
-    n_consts, n_carry = scan_counts(s.eqn)
+    carried = carried_by(s.eqn)
     operand_facts = []
     for i, x in enumerate(s.inputs):
         fact = Fact(CONSTANT, number=facts.number(x)) if isinstance(x, Constant) else facts.of[x]
-        if n_consts <= i < n_consts + n_carry:
+        if i in carried:
             width = entries_of(aval_of(s.eqn.invars[i]))
             fact = fact._replace(
                 level=COMPUTED, exact=False, width=width, number=None, centered=False
             )
         operand_facts.append(fact._replace(sign=None, root=None))
     wanted = {backward.inputs[i]: forward.outputs[p] for i, p in places.items()}
-    n_consts, n_carry = scan_counts(t.eqn)
-    carried = backward.inputs[n_consts : n_consts + n_carry]
+    sums = [backward.inputs[i] for i in carried_by(t.eqn)]
     moving = {k for k, x in zip(backward.inputs, t.inputs, strict=True) if x in moves}
-    return make_plan(forward, backward, wanted, operand_facts, half, moving.union(carried))
+    return make_plan(forward, backward, wanted, operand_facts, half, moving.union(sums))

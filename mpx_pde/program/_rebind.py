@@ -31,20 +31,23 @@ def _checkpoint(eqn: JaxprEqn, args: Sequence, body: Body) -> list:
     return jax.checkpoint(body, **options)(*args)
 
 
-def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
-    """Returns the number of constants and the number of carries among the operands of a `scan`."""
+def carried_by(eqn: JaxprEqn) -> range:
+    """Returns the positions of the operands that a `scan` carries from step to step. Constants come
+    before them, and arrays of which each step takes a slice after them."""
     params = eqn.params
     if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    # JAX 0.11 keeps the operands in groups.
-    consts, carry, _ = params["ft_in"].update(list(range(len(eqn.invars)))).unpack()
-    return len(list(consts)), len(list(carry))
+        first, count = params["num_consts"], params["num_carry"]
+    else:  # JAX 0.11 keeps the operands in groups.
+        consts, carry, _ = params["ft_in"].update(list(range(len(eqn.invars)))).unpack()
+        first, count = len(list(consts)), len(list(carry))
+    return range(first, first + count)
 
 
 def _scan(eqn: JaxprEqn, args: Sequence, body: Body) -> list:
     params = eqn.params
-    n_consts, n_carry = scan_counts(eqn)
-    consts, init, xs = _cut(args, n_consts, n_carry)
+    carried = carried_by(eqn)
+    n_carry = len(carried)
+    consts, init, xs = _cut(args, carried.start, n_carry)
 
     def step(carry, x):
         out = body(*consts, *carry, *x)
@@ -61,8 +64,7 @@ def bodies_in(eqn: JaxprEqn) -> list[tuple[ClosedJaxpr, int, range]]:
     bodies, start, carried = bodies_of(eqn), 0, range(0)
     match eqn.primitive.name:
         case "scan":
-            n_consts, n_carry = scan_counts(eqn)
-            carried = range(n_consts, n_consts + n_carry)
+            carried = carried_by(eqn)
         case "while":
             start, n_consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
             bodies = bodies[1:]

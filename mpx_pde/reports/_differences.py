@@ -14,7 +14,7 @@ from ..program import _tables as tables
 from ..program._flat import Step
 from ..program._jaxpr import aval_of, bodies_of, equations_in
 from ..program._products import is_half_product
-from ..program._rebind import scan_counts
+from ..program._rebind import carried_by
 from ._known import Known
 from ._stencils import Stencil, magnified_by_matrix, stencil_of
 from ._sums import UNITS
@@ -81,8 +81,7 @@ def _rounding(survey: Survey, half: str, parameters: Collection[int]) -> Iterato
         for variables in (moving, computed):
             variables.update(inner for outer, inner in seen.entered if outer in variables)
         if step.name == "scan" and makes:
-            first, count = scan_counts(step.eqn)
-            computed.update(seen.bodies[0].inputs[first : first + count])
+            computed.update(seen.bodies[0].inputs[i] for i in carried_by(step.eqn))
         if reached or (moves and makes):
             yield seen
 

@@ -10,7 +10,7 @@ from ..program import _tables as tables
 from ..program._flat import Constant, Flat, Step, flatten
 from ..program._jaxpr import aval_of, bodies_of
 from ..program._lines import Site, site_within
-from ..program._rebind import scan_counts
+from ..program._rebind import carried_by
 from ._known import Known, constant, results, value_of
 
 
@@ -101,7 +101,7 @@ def _programs(
     operands = [known] * len(bodies)
     match eqn.primitive.name:
         case "scan":
-            operands = [known[: scan_counts(eqn)[0]]]
+            operands = [known[: carried_by(eqn).start]]
         case "while":
             first, count = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
             operands = [known[:first], known[first : first + count]]
