@@ -137,7 +137,7 @@ class Derivatives(AbstractEvaluator[StreamRole]):
         flat = with_references_inside(flatten(closed, forward_mode=True))
         env, stages = entering(flat, operands)
         flat = with_moments(flat, stages, by_deviations=self.product.open)
-        plan, narrow = self.rules.plan, {flat.inputs[i] for i in halves}
+        plan, narrow = self.rules.algebra.plan, {flat.inputs[i] for i in halves}
         roles = roles_of(
             flat,
             stages,
@@ -193,7 +193,7 @@ class Derivatives(AbstractEvaluator[StreamRole]):
             return value
         for key, stream in value.streams.items():
             # Otherwise it would be broadcast the wrong way.
-            want = self.rules.plan.shape(key, aval.shape)
+            want = self.rules.algebra.plan.shape(key, aval.shape)
             assert np.shape(stream) == want, (key, np.shape(stream), want)
         return self.storage.computed(value.only(roles.asked_of(x)), aval.dtype)
 
@@ -230,7 +230,7 @@ class Derivatives(AbstractEvaluator[StreamRole]):
             operands = [x if x is jet else summed_apart(x, jet.primal) for x in operands]
         apply = partial(rule.apply, self.rules)
         if only_moves(step, operands):
-            out = folded(apply, eqn, operands, self.rules.plan)
+            out = folded(apply, eqn, operands, self.rules.algebra.plan)
         else:
             out = apply(eqn, operands)
         if biased or weighted:
@@ -262,7 +262,7 @@ class Derivatives(AbstractEvaluator[StreamRole]):
             return [self.storage.loaded(x, aval.dtype) for x, aval in pairs]
 
         enter = Containers(
-            self.rules.plan,
+            self.rules.algebra.plan,
             program,
             self.storage.loaded,
             shared=lambda x: x,
@@ -298,7 +298,7 @@ class Derivatives(AbstractEvaluator[StreamRole]):
         asked = asks_what_moves(eqn)
         moves = [i for i, x in enumerate(step.inputs) if asked and x in roles.moving]
         self._record(step, "nested", "no rule: by nested forward mode")
-        return self.rules.nested(own, operands, moves)
+        return self.rules.algebra.nested(own, operands, moves)
 
     def _multiplied(self, step: Step, operands: list[Any], roles: StreamRole) -> list[Any]:
         operands = roles.needed(step, operands)
@@ -307,7 +307,7 @@ class Derivatives(AbstractEvaluator[StreamRole]):
         late = len(jets) == 1
         if self.scaled is not None and not late:
             operands = [self.scaled.entering(x) if isinstance(x, Jet) else x for x in operands]
-        (out,), how = self.product(step, operands, roles, self.storage, self.rules)
+        (out,), how = self.product(step, operands, roles, self.storage, self.rules.algebra)
         if self.scaled is not None and late:
             # The product with a known direction is cheaper than that with a scaled one.
             scaled = self.scaled.all_of({k: s for k, s in out.streams.items() if k in known})

@@ -32,13 +32,14 @@ from ._products import FULL, full_product, gives_way, half_product, is_biased, s
 from ._roles import AbstractRole, as_key, is_wild
 from ._segments import Part, is_light, multiplied_only
 from ._storage import DEEP, WILD, Staged, Storage, Value, array_of
+from .taylor._algebra import Algebra
 from .taylor._jets import Jet, cast, is_inexact, primal_of
 from .taylor._moments import moments_p, with_moments
 from .taylor._plan import Plan
 from .taylor._rules import Rules
 
 
-_RULES_OF_VALUES = Rules(Plan(()))
+_RULES_OF_VALUES = Rules(Algebra(Plan(())))
 """The rules for values without streams."""
 
 

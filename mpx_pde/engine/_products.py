@@ -26,8 +26,8 @@ from ._program import exchanged, orders_products
 from ._segments import StreamRole
 from ._storage import DEEP, RAW, WILD, Storage
 from .taylor import _together as together
+from .taylor._algebra import Algebra
 from .taylor._jets import Jet, bind, cast, is_inexact, primal_of, total
-from .taylor._rules import Rules
 
 
 FULL = np.dtype("float32")
@@ -71,7 +71,12 @@ class Product:
         return out
 
     def __call__(
-        self, step: Step, operands: Sequence[Any], roles: StreamRole, storage: Storage, rules: Rules
+        self,
+        step: Step,
+        operands: Sequence[Any],
+        roles: StreamRole,
+        storage: Storage,
+        algebra: Algebra,
     ) -> tuple[list[Jet], str]:
         """Returns the result with its streams, and the dtypes of the product as a string."""
         dtype = self.dtype_of(step, operands, roles, storage)
@@ -97,7 +102,7 @@ class Product:
             return storage.stored(x) if stores else storage.loaded(x, dtype)
 
         def times(x, y, left, right):
-            out = rules.plan.each(own, (left, right))(x, y)
+            out = algebra.plan.each(own, (left, right))(x, y)
             for array, key in ((x, left), (y, right)):
                 if key and storage.is_stored(array) and not storage.is_stored(out):
                     out = storage.unscaled(out, key)
@@ -105,7 +110,7 @@ class Product:
 
         a, b = map(prepared, operands, [aval_of(v).dtype for v in step.eqn.invars])
         if both:
-            jet = Jet(times(a.primal, b.primal, (), ()), rules.leibniz(times, a, b))
+            jet = Jet(times(a.primal, b.primal, (), ()), algebra.leibniz(times, a, b))
             return [storage.stored(jet) if out_dtype != storage.compute else jet], how
 
         jet, weight = (a, b) if isinstance(a, Jet) else (b, a)
