@@ -6,15 +6,13 @@ from typing import Any
 import numpy as np
 
 from ..program._flat import Constant, Step
+from ..program._jaxpr import is_again
 from ..program._lines import in_custom_vjp
 from ._survey import Seen, Survey
 
 
 _COMPARES = {"clamp", "max", "min", "gt", "lt", "ge", "le"}
 """Operations that compare sizes. A scale changes what they return, unless it is on each side."""
-
-_AGAIN = "rematted_computation"
-"""The scope in which JAX evaluates a checkpoint again."""
 
 
 def compared_cotangents(survey: Survey) -> list[str]:
@@ -38,7 +36,7 @@ def _compared(survey: Survey) -> Iterator[tuple[str, str]]:
         reached = not cotangents.isdisjoint(step.variables)
         if in_rule and reached and _depends_on_scale(step, cotangents):
             yield site.line or "unknown", step.name
-        if reached or (site.backward and not in_rule and not _is_again(step)):
+        if reached or (site.backward and not in_rule and not _again(step)):
             cotangents.update(step.outputs)
         cotangents.update(inner for outer, inner in seen.entered if outer in cotangents)
 
@@ -47,8 +45,8 @@ def _in_rule(seen: Seen) -> bool:
     return in_custom_vjp(seen.step.eqn.source_info)
 
 
-def _is_again(step: Step) -> bool:
-    return any(_AGAIN in str(x.source_info.name_stack) for x in (*step.calls, step.eqn))
+def _again(step: Step) -> bool:
+    return any(map(is_again, (*step.calls, step.eqn)))
 
 
 def _depends_on_scale(step: Step, cotangents: Collection[int]) -> bool:
