@@ -167,16 +167,12 @@ class Again:
 
 
 def run_backward(
-    plan: Plan,
-    values: Values,
-    operands: Mapping[int, Any],
-    by: Precisions,
-    again: Again,
-    still: Collection[int] = (),
+    again: Again, operands: Mapping[int, Any], still: Collection[int] = ()
 ) -> list[Any]:
     """Returns the results of the backward program. `operands` are those that are not `wanted`: the
     cotangents, and inside of a loop also what it adds up and its constants. Those that depend on no
     cotangent are `still`."""
+    plan, by = again.plan, again.by
     env: dict[int, Any] = {k: c.value for k, c in plan.backward.constants.items()}
     env.update(operands)
     moving = operands.keys() - still
@@ -190,7 +186,7 @@ def run_backward(
     for step in plan.backward.steps:
         moves = [not isinstance(x, Constant) and x in moving for x in step.inputs]
         if id(step) in plan.loops:
-            out = _scan_backward(plan, step, values, value, by, again, moves)
+            out = _scan_backward(step, value, again, moves)
             moving.update(step.outputs)
         else:
             out, results = by.backward(step, list(map(value, step.inputs)), moves)
@@ -210,30 +206,23 @@ def _gradient_terms(backward: Flat) -> set[int]:
     return found
 
 
-def _scan_backward(
-    plan: Plan,
-    step: Step,
-    values: Values,
-    value: Callable,
-    by: Precisions,
-    again: Again,
-    moves: Sequence[bool],
-) -> list[Any]:
+def _scan_backward(step: Step, value: Callable, again: Again, moves: Sequence[bool]) -> list[Any]:
     """Evaluates the transpose of a loop on what the steps of the loop kept. What it carries are
     cotangents; `moves` tells which of its other operands depend on one."""
+    plan, by = again.plan, again.by
     inner, (scan, places) = plan.loops[id(step)], plan.stacked[id(step)]
+    kept = again.values.loops[id(scan)]
     outside = {
         k: again(x)
         for k, x in zip(inner.forward.inputs, scan.inputs, strict=False)
-        if k in inner.operands and k not in values.loops[id(scan)].operands
+        if k in inner.operands and k not in kept.operands
     }
     carried = carried_by(step.eqn)
     pairs = enumerate(zip(inner.backward.inputs, moves, strict=True))
     still = {k for i, (k, moves) in pairs if not moves and i not in carried}
     first = min(places)
     args = [
-        (values.loops[id(scan)] if i == first else ()) if i in places else value(x)
-        for i, x in enumerate(step.inputs)
+        (kept if i == first else ()) if i in places else value(x) for i, x in enumerate(step.inputs)
     ]
 
     def body(*args):
@@ -243,7 +232,7 @@ def _scan_backward(
             for i, (k, x) in enumerate(zip(inner.backward.inputs, args, strict=True))
             if i not in places
         }
-        return run_backward(inner, own, operands, by, Again(inner, own, by, outside), still)
+        return run_backward(Again(inner, own, by, outside), operands, still)
 
     with in_context_of(step.eqn):
         return rebind(step.eqn, args, [body])
@@ -313,9 +302,7 @@ class Pullback:
         structure, inputs = self.names
         own = dict(zip(inputs, jax.tree.leaves(cotangent), strict=True))
         again = Again(self.plan, self.values, self.by, {})
-        return jax.tree.unflatten(
-            structure, run_backward(self.plan, self.values, own, self.by, again)
-        )
+        return jax.tree.unflatten(structure, run_backward(again, own))
 
 
 def _transposed(fun: Callable, moving: Any, fixed: Any) -> tuple[tuple, Any]:
