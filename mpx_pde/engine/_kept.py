@@ -17,11 +17,11 @@ from ..program._flat import Constant, Flat, Step, flatten, variables
 from ..program._jaxpr import aval_of, bodies_of, size_of as entries_of
 from ..program._rebind import bodies_in, carried_by
 from ._facts import COMPUTED, CONSTANT, Fact, Facts, can_round, facts_of
-from ._keeping import chosen, unrounded
+from ._minimum_cut import chosen
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Plan:
+class Passes:
     """A forward program, a backward program, and what is kept in between.
 
     **Attributes:**
@@ -32,7 +32,7 @@ class Plan:
     - `facts`: the facts of the variables of the forward program.
     - `kept`: for each variable that is kept, whether it is rounded.
     - `operands`: those of the forward program that the backward one needs.
-    - `loops`: the plan of the bodies of a `scan` and its transpose, by the `id` of both steps.
+    - `loops`: the passes of the bodies of a `scan` and its transpose, by the `id` of both steps.
     - `stacked`: for the step of such a transpose, the `scan` and the positions of the operands that
         it stacked, each with the position of the result.
     """
@@ -43,21 +43,21 @@ class Plan:
     facts: Facts
     kept: dict[int, bool]
     operands: tuple[int, ...]
-    loops: dict[int, "Plan"]
+    loops: dict[int, "Passes"]
     stacked: dict[int, tuple[Step, dict[int, int]]]
 
 
-def make_plan(
+def passes_of(
     forward: Flat,
     backward: Flat,
     wanted: dict[int, int | Constant],
     operand_facts: Sequence[Fact],
     half: np.dtype,
     moving: Collection[int] | None = None,
-) -> Plan:
-    """Plans what a program keeps. `operand_facts` are those of the forward program, and `moving`
-    the operands of the backward one that depend on a cotangent: all that are not `wanted`, if not
-    given."""
+) -> Passes:
+    """Returns both passes of a program, with what is kept. `operand_facts` are those of the forward
+    program, and `moving` the operands of the backward one that depend on a cotangent: all that are
+    not `wanted`, if not given."""
     facts = facts_of(forward, operand_facts, half)
     moving = {*backward.inputs} - wanted.keys() if moving is None else moving
     moves = _moving_in(backward, moving)
@@ -92,7 +92,20 @@ def make_plan(
     kept = {x: rounds(x) and x not in small for x in kept}
     needs = _closure(reads, operands, kept)
     needed = tuple(x for x in forward.inputs if x in needs and x in free)
-    return Plan(forward, backward, wanted, facts, kept, needed, loops, stacked)
+    return Passes(forward, backward, wanted, facts, kept, needed, loops, stacked)
+
+
+def unrounded(sizes: Mapping[int, int]) -> set[int]:
+    """Returns the smallest of some arrays, which together take a thirty-second of their bytes at
+    most. Rounding these saves nothing."""
+    total, out = sum(sizes.values()), set[int]()
+    left = total / 32
+    for x in sorted(sizes, key=lambda x: sizes[x]):
+        left -= sizes[x]
+        if left < 0:
+            break
+        out.add(x)
+    return out
 
 
 _MULTIPLIES = tables.PRODUCTS | tables.SCALINGS | tables.SELECTS
@@ -167,11 +180,11 @@ def _closure(
     return found
 
 
-def _closed_over(plan: Plan, scan: Step) -> list[int]:
+def _closed_over(passes: Passes, scan: Step) -> list[int]:
     """Returns the variables outside of a loop that its body needs on the way back."""
     n_consts = carried_by(scan.eqn).start
-    pairs = zip(plan.forward.inputs[:n_consts], scan.inputs[:n_consts], strict=True)
-    return [x for k, x in pairs if k in plan.operands and not isinstance(x, Constant)]
+    pairs = zip(passes.forward.inputs[:n_consts], scan.inputs[:n_consts], strict=True)
+    return [x for k, x in pairs if k in passes.operands and not isinstance(x, Constant)]
 
 
 def _loops_of(
@@ -181,18 +194,18 @@ def _loops_of(
     facts: Facts,
     half: np.dtype,
     moves: set[int],
-) -> tuple[dict[int, Plan], dict[int, tuple[Step, dict[int, int]]]]:
+) -> tuple[dict[int, Passes], dict[int, tuple[Step, dict[int, int]]]]:
     """Finds the loops of the backward program that transpose loops of the forward one, and plans
     what is kept in each of their steps. `moves` are the values of the backward program that depend
     on a cotangent."""
-    loops: dict[int, Plan] = {}
+    loops: dict[int, Passes] = {}
     stacked: dict[int, tuple[Step, dict[int, int]]] = {}
     for t in backward.steps:
         found = _stacked_by(forward, backward, wanted, t) if t.name == "scan" else []
         found = [(s, places) for s, places in found if id(s) not in loops]
         if found:
             s, places = max(found, key=lambda pair: len(pair[1]))
-            loops[id(s)] = loops[id(t)] = _plan_of_bodies(s, t, places, facts, half, moves)
+            loops[id(s)] = loops[id(t)] = _passes_of_bodies(s, t, places, facts, half, moves)
             stacked[id(t)] = s, places
     return loops, stacked
 
@@ -223,14 +236,14 @@ def _transposes(t: Step, s: Step) -> bool:
     return same and t.eqn.params["reverse"] != s.eqn.params["reverse"]
 
 
-def _plan_of_bodies(
+def _passes_of_bodies(
     s: Step,
     t: Step,
     places: dict[int, int],
     facts: Facts,
     half: np.dtype,
     moves: set[int],
-) -> Plan:
+) -> Passes:
     bodies = [flatten(bodies_of(x.eqn)[0], forward_mode=False, sharded=True) for x in (s, t)]
     forward, backward = with_deviations_once(bodies[0]), bodies[1]
     carried = carried_by(s.eqn)
@@ -246,4 +259,4 @@ def _plan_of_bodies(
     wanted = {backward.inputs[i]: forward.outputs[p] for i, p in places.items()}
     sums = [backward.inputs[i] for i in carried_by(t.eqn)]
     moving = {k for k, x in zip(backward.inputs, t.inputs, strict=True) if x in moves}
-    return make_plan(forward, backward, wanted, operand_facts, half, moving.union(sums))
+    return passes_of(forward, backward, wanted, operand_facts, half, moving.union(sums))

@@ -13,7 +13,8 @@ from forward_passes import CLOSE, step_of
 from helpers import HALVES, equations, normal, relative
 
 import mpx_pde as mpx
-from mpx_pde.engine._keeping import chosen, unrounded
+from mpx_pde.engine._kept import unrounded
+from mpx_pde.engine._minimum_cut import chosen
 
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
