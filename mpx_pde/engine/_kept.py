@@ -13,7 +13,7 @@ import numpy as np
 
 from ..program import _tables as tables
 from ..program._deviations import with_deviations_once
-from ..program._flat import Constant, Flat, Step, flatten, variables
+from ..program._flat import Constant, Flat, Step, dependent, flatten, variables
 from ..program._jaxpr import aval_of, bodies_of, size_of as entries_of
 from ..program._rebind import bodies_in, carried_by
 from ._facts import COMPUTED, CONSTANT, Fact, Facts, can_round, facts_of
@@ -60,7 +60,7 @@ def passes_of(
     not `wanted`, if not given."""
     facts = facts_of(forward, operand_facts, half)
     moving = {*backward.inputs} - wanted.keys() if moving is None else moving
-    moves = _moving_in(backward, moving)
+    moves = dependent(backward, moving)
     loops, stacked = _loops_of(forward, backward, wanted, facts, half, moves)
     inside = {t.inputs[i] for t in backward.steps if id(t) in stacked for i in stacked[id(t)][1]}
     reads = {x for k, x in wanted.items() if k not in inside and not isinstance(x, Constant)}
@@ -117,16 +117,6 @@ _MULTIPLIED_INSIDE = (tables.CALLS | tables.LOOPS | {"shard_map"}) - tables.UNBO
 """Containers that JAX's own derivatives are in."""
 
 
-def _moving_in(backward: Flat, moving: Collection[int]) -> set[int]:
-    """Returns the values of a backward program that depend on a cotangent, given the operands that
-    do."""
-    found = set(moving)
-    for step in backward.steps:
-        if not found.isdisjoint(step.variables):
-            found.update(step.outputs)
-    return found
-
-
 def _read_exactly(backward: Flat, wanted: Collection[int], moves: set[int]) -> set[int]:
     """Returns the operands among `wanted` that a backward program does not only multiply by. JAX's
     own derivatives do nothing else; a rule of the user's, a solve, or a checkpoint that is
@@ -161,7 +151,7 @@ def _multiplied_inside(step: Step, of: Mapping[int, set[int]], moves: set[int]) 
         there = [(i, k, x) for i, (k, x) in pairs if not isinstance(x, Constant)]
         inside = {k: of[x] for i, k, x in there if i not in carried and x in of}
         moving = {k for i, k, x in there if x in moves or i in carried}
-        own_moves = _moving_in(flat, moving)
+        own_moves = dependent(flat, moving)
         exact.update(*(inside[k] for k in _read_exactly(flat, inside, own_moves)))
     return reached - exact
 
