@@ -61,8 +61,7 @@ def run_forward(
 ) -> tuple[list[Any], Values]:
     """Returns the results of the forward program, and what is left for the backward one. Results
     that are not among the `needed` positions are left out."""
-    env: dict[int, Any] = {k: c.value for k, c in passes.forward.constants.items()}
-    env.update(zip(passes.forward.inputs, operands, strict=True))
+    env = passes.forward.env(operands)
     loops: dict[int, Values] = {}
     count = len(passes.forward.outputs)
     asked = set(range(count)) if needed is None else set(needed)

@@ -168,7 +168,6 @@ class AbstractEvaluator(abc.ABC, Generic[_Role]):
 def entering(flat: Flat, operands: Sequence[Value]) -> tuple[dict[int, Any], dict[int, int]]:
     """Returns the values of the constants and operands of a program, and the stages of those that
     depend on the point."""
-    env: dict[int, Any] = {k: c.value for k, c in flat.constants.items()}
-    env.update(zip(flat.inputs, map(jet_of, operands), strict=True))
     pairs = zip(flat.inputs, operands, strict=True)
-    return env, {k: x.stage for k, x in pairs if isinstance(x, Staged)}
+    stages = {k: x.stage for k, x in pairs if isinstance(x, Staged)}
+    return flat.env(list(map(jet_of, operands))), stages

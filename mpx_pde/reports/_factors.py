@@ -62,7 +62,7 @@ def _of_loop(seen: Seen, survey: Survey, made: Mapping[int, Step]) -> Iterator[s
     }
     if not any(found.values()):
         return
-    inside = {**made, **{x: step for step in body.steps for x in step.outputs}}
+    inside = {**made, **body.made}
     inside.update((y, made[x]) for x, y in seen.entered if isinstance(x, int) and x in made)
     for i, factors in found.items():
         half, length = dtype_of([eqn.invars[i]]), eqn.params["length"]
