@@ -26,8 +26,9 @@ from ._containers import Containers
 from ._custom import own_in_compute_dtype
 from ._evaluate import AbstractEvaluator, entering
 from ._products import Product, is_biased, is_weighted, only_names
-from ._segments import Part, StreamRole, roles_of
+from ._segments import Part
 from ._storage import Storage, add_overflow
+from ._stream_role import StreamRole, roles_of
 from .taylor._jets import Jet, is_inexact, is_traced
 from .taylor._known import folded, only_moves
 from .taylor._moments import with_moments

@@ -23,8 +23,8 @@ from ..program._flat import Constant, Flat, Step
 from ..program._jaxpr import aval_of, own_bind
 from ..program._products import asks_for_more, says_its_dtype
 from ._program import exchanged, orders_products
-from ._segments import StreamRole
 from ._storage import DEEP, RAW, WILD, Storage
+from ._stream_role import StreamRole
 from .taylor import _together as together
 from .taylor._algebra import Algebra
 from .taylor._jets import Jet, bind, cast, is_inexact, primal_of, total
