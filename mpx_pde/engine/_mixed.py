@@ -69,25 +69,28 @@ class MixedRole(AbstractRole):
 
     - `stored`: the variables that count as half. The evaluation adds those that it finds.
     - `rules`: the rule of each equation, by the `id` of its step.
-    - `near`: the variables that are not rounded when they leave a layer, see `near_numbers` and
-        `wide_in`.
+    - `full`: the results of arithmetic that are not stored in half because of their readers, see
+        `_in_full`.
+    - `unrounded`: the variables that are not rounded when they leave a layer, see `near_numbers`
+        and `wide_in`.
     - `solved`: the variables that reach a factorization or a solve, see `wide_in`.
     - `scores`: the results of products of many matrices, such as the scores of attention.
     - `numbers`: the masters that are numbers known while tracing. The evaluation adds them.
     """
 
     stages: dict[int, int]
-    final: set[int]
+    full: set[int]
     stored: set[int]
     rules: dict[int, Rule]
-    near: set[int]
+    unrounded: set[int]
     solved: set[int]
     scores: set[int]
     numbers: dict[int, Any]
+    final: ClassVar = frozenset[int]()
     unlayered: ClassVar = frozenset[int]()
 
     def of(self, x: int) -> tuple[Hashable, ...]:
-        sets = self.final, self.stored, self.scores, self.near
+        sets = self.full, self.stored, self.scores, self.unrounded
         return self.stages.get(x), as_key(self.numbers.get(x)), *(x in every for every in sets)
 
     def stage_of(self, x: int | Constant) -> int | None:
@@ -144,7 +147,7 @@ class Mixed(AbstractEvaluator[MixedRole]):
         self,
         closed: ClosedJaxpr,
         operands: Sequence[Any],
-        near: Sequence[int] | None = None,
+        unrounded: Sequence[int] | None = None,
         solved: Sequence[int] = (),
         carried: Sequence[tuple[int, int]] | None = None,
         **_: Any,
@@ -154,8 +157,8 @@ class Mixed(AbstractEvaluator[MixedRole]):
         if self.listener is None:
             # A listener overrides and reports the program as it is.
             flat = with_moments(flat, env)
-        rounds = near_numbers(flat, near or (), carried or ())
-        wide = wide_in(flat, near, solved, carried or ())
+        rounds = near_numbers(flat, unrounded or (), carried or ())
+        wide = wide_in(flat, unrounded, solved, carried or ())
         roles = self._roles(flat, env, stages, rounds, wide)
         out = self._run(flat, env, roles)
         if self.listener is not None:
@@ -173,7 +176,7 @@ class Mixed(AbstractEvaluator[MixedRole]):
         """Returns the roles of variables, given those that are `near` a number (`near_numbers`),
         and those that are `wide` because of what follows (`wide_in`).
         `stored` holds halves, and computed values that only half products read; the evaluation adds
-        the others. `final` holds the variables that must not be stored in half."""
+        the others."""
         rules = {id(s): self._rule(s.eqn, (*self.around, *s.calls)) for s in flat.steps}
         for step in flat.steps:
             if not _moves_masters(step, stages):
@@ -188,11 +191,11 @@ class Mixed(AbstractEvaluator[MixedRole]):
         if self.algorithm is None:
             outputs, is_half = variables(flat.outputs), lambda s: rules[id(s)].name == "product"
             stored |= stages.keys() & multiplied_only(flat.steps, outputs, is_half, tables.LAYOUT)
-        final, scores = _in_full(flat, bool(self.around)), _scores(flat)
-        near -= summed_in(flat, stages)
+        full, scores = _in_full(flat, bool(self.around)), _scores(flat)
+        unrounded = near - summed_in(flat, stages)
         if self.algorithm is None:
-            near |= wide.unrounded
-        return MixedRole(stages, final, stored, rules, near, wide.solved, scores, {})
+            unrounded |= wide.unrounded
+        return MixedRole(stages, full, stored, rules, unrounded, wide.solved, scores, {})
 
     def governs(self, aval: Any) -> bool:
         """Returns whether a value is float32 or half in the program. All others (integers, bools,
@@ -255,7 +258,9 @@ class Mixed(AbstractEvaluator[MixedRole]):
         the padding as they read. A barrier there would take a copy.
         """
         pairs = zip(part.inputs, values, strict=True)
-        stored = any(self._is_half(x) or (isinstance(x, Jet) and k in roles.near) for k, x in pairs)
+        stored = any(
+            self._is_half(x) or (isinstance(x, Jet) and k in roles.unrounded) for k, x in pairs
+        )
         if not (part.checkpointed and stored):
             return layer
         if not self._scores_in(part, values, roles):
@@ -270,7 +275,7 @@ class Mixed(AbstractEvaluator[MixedRole]):
         return lambda traced: run(traced)[0]
 
     def _kept(self, x: int, value: Any, part: Part, roles: MixedRole) -> Any:
-        stores = isinstance(value, Jet) and x in roles.stored and x not in roles.near
+        stores = isinstance(value, Jet) and x in roles.stored and x not in roles.unrounded
         return self.storage.stored(value) if stores else value
 
     # One equation.
@@ -301,7 +306,7 @@ class Mixed(AbstractEvaluator[MixedRole]):
         values = list(map(primal_of, operands))
         if not roles.stages.keys() & set(step.outputs) and step.outputs:
             return values if rule == "convert" else own_bind(eqn, values)
-        stored = bool(step.outputs) and (roles.stored - roles.near).issuperset(step.outputs)
+        stored = bool(step.outputs) and (roles.stored - roles.unrounded).issuperset(step.outputs)
         moves = rule != "convert" and not is_light(eqn) and not is_container(eqn)
         # A value may be gathered many times. Its cotangents are summed in float32.
         moves = moves and step.name not in tables.GATHERS
@@ -323,7 +328,7 @@ class Mixed(AbstractEvaluator[MixedRole]):
         """Returns the results of a product of masters (arrays) and jets. A half product rounds a
         master inside, so its cotangent stays in float32. A jet is rounded before the product, so
         the backward pass keeps it in half. The result of a half product is in half, unless it is
-        near a number or the program names another dtype."""
+        not to be rounded or the program names another dtype."""
         eqn, rule = step.eqn, roles.rule(step).name
         values = list(map(primal_of, operands))
         if rule == "product":
@@ -339,7 +344,7 @@ class Mixed(AbstractEvaluator[MixedRole]):
         if rule == "full":
             return full_product(eqn, arrays)
         if self.algorithm is None:
-            out_dtype = FULL if step.outputs[0] in roles.near else self.dtype
+            out_dtype = FULL if step.outputs[0] in roles.unrounded else self.dtype
             return [half_product(eqn, arrays, self.dtype, out_dtype)]
         return [split_product(eqn, arrays, self.algorithm)]
 
@@ -355,9 +360,9 @@ class Mixed(AbstractEvaluator[MixedRole]):
     def _entered(self, step: Step, operands: list[Any], roles: MixedRole) -> list[Any]:
         self._follow(step, operands, roles)
         inner = dataclasses.replace(self, around=(*self.around, *step.calls, step.eqn))
-        near = [i for i, x in enumerate(step.outputs) if x in roles.near]
+        unrounded = [i for i, x in enumerate(step.outputs) if x in roles.unrounded]
         solved = [i for i, x in enumerate(step.outputs) if x in roles.solved]
-        program = partial(inner.program, near=near, solved=solved)
+        program = partial(inner.program, unrounded=unrounded, solved=solved)
         enter = Containers(Plan(()), program, self.storage.loaded, self._shared)
         staged = list(map(roles.staged, step.inputs, operands))
         return list(map(array_of, enter(step.eqn, staged)))
@@ -384,7 +389,7 @@ class Mixed(AbstractEvaluator[MixedRole]):
         if rule == "convert":
             half = step.eqn.params["new_dtype"] == self.dtype
         else:
-            half = rule in ("follow", "layout") and roles.final.isdisjoint(outputs)
+            half = rule in ("follow", "layout") and roles.full.isdisjoint(outputs)
             half = half and self._gives_way(step, operands, numbers, roles)
         roles.stored.update(x for x in outputs if half and x in roles.stages)
 

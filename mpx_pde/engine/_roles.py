@@ -2,7 +2,7 @@
 and which have no derivative."""
 
 import abc
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Set
 from typing import Any
 
 import equinox as eqx
@@ -39,7 +39,7 @@ class AbstractRole(abc.ABC):
     """
 
     stages: dict[int, int]
-    final: set[int]
+    final: Set[int]
     stored: set[int]
     unlayered: frozenset[int]
 
