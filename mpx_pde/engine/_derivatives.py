@@ -28,7 +28,7 @@ from ._evaluate import AbstractEvaluator, entering
 from ._products import Product, is_biased, is_weighted, only_names
 from ._segments import Part
 from ._storage import Storage, add_overflow
-from ._stream_role import StreamRole, roles_of
+from ._stream_roles import StreamRoles, roles_of
 from .taylor._jets import Jet, is_inexact, is_traced
 from .taylor._known import folded, only_moves
 from .taylor._moments import with_moments
@@ -97,7 +97,7 @@ class Scaled:
 
 
 @dataclasses.dataclass(frozen=True)
-class Derivatives(AbstractEvaluator[StreamRole]):
+class Derivatives(AbstractEvaluator[StreamRoles]):
     """An evaluation of a program on streams.
 
     **Attributes:**
@@ -132,7 +132,7 @@ class Derivatives(AbstractEvaluator[StreamRole]):
     ) -> list[Any]:
         """Returns the results of a jaxpr. Operands and results are [`Staged`][] or arrays.
 
-        Only the streams that are `asked` for are valid, by default all (see `StreamRole`). If the
+        Only the streams that are `asked` for are valid, by default all (see `StreamRoles`). If the
         jaxpr is the step of a loop, `carried` pairs results with the operands that they become.
         """
         flat = with_references_inside(flatten(closed, forward_mode=True))
@@ -152,7 +152,7 @@ class Derivatives(AbstractEvaluator[StreamRole]):
         _hold(env, tuple(env), roles)
         return self._run(flat, env, roles)
 
-    def _part(self, part: Part, env: dict[int, Any], roles: StreamRole, alike: dict) -> None:
+    def _part(self, part: Part, env: dict[int, Any], roles: StreamRoles, alike: dict) -> None:
         for step in part.steps:
             roles.reach(step)
         if not part.alone and self.scaled is not None:
@@ -167,19 +167,19 @@ class Derivatives(AbstractEvaluator[StreamRole]):
         if not roles.still.issuperset(part.inputs):
             _hold(env, part.outputs, roles)
 
-    def _opened(self, part: Part, values: Sequence[Any], roles: StreamRole) -> dict[int, Any]:
+    def _opened(self, part: Part, values: Sequence[Any], roles: StreamRoles) -> dict[int, Any]:
         # Some functions insist on having no derivative, and a derivative of zeros is one.
         env = dict(zip(part.inputs, map(_whole, values), strict=True))
         _hold(env, part.inputs, roles)
         return env
 
     def _again(
-        self, layer: Callable, part: Part, values: Sequence[Any], roles: StreamRole
+        self, layer: Callable, part: Part, values: Sequence[Any], roles: StreamRoles
     ) -> Callable[[list], list]:
         run = jax.checkpoint(layer) if part.checkpointed else layer
         return (lambda traced: run(_after_gradients(traced))) if part.multiplies else run
 
-    def _kept(self, x: int, value: Any, part: Part, roles: StreamRole) -> Any:
+    def _kept(self, x: int, value: Any, part: Part, roles: StreamRoles) -> Any:
         leaves = not part.alone and x in roles.stored and isinstance(value, Jet)
         return self.storage.stored(value) if leaves else value
 
@@ -189,7 +189,7 @@ class Derivatives(AbstractEvaluator[StreamRole]):
         outside = step.name in tables.PRODUCTS and not site_of(step.eqn).users
         return self.caller if outside else None
 
-    def _result(self, x: int, value: Any, aval: Any, roles: StreamRole) -> Any:
+    def _result(self, x: int, value: Any, aval: Any, roles: StreamRoles) -> Any:
         if not isinstance(value, Jet):
             return value
         for key, stream in value.streams.items():
@@ -206,11 +206,11 @@ class Derivatives(AbstractEvaluator[StreamRole]):
     def _line(self, step: Step) -> str:
         return line_of(step.eqn, (*self.around, *step.calls))
 
-    def _governs(self, step: Step, operands: Sequence[Any], roles: StreamRole) -> bool:
+    def _governs(self, step: Step, operands: Sequence[Any], roles: StreamRoles) -> bool:
         return any(isinstance(x, Jet) for x in operands)
 
     def _computed(
-        self, step: Step, operands: list[Any], held: Sequence[bool], roles: StreamRole
+        self, step: Step, operands: list[Any], held: Sequence[bool], roles: StreamRoles
     ) -> Sequence[Any]:
         eqn, name = step.eqn, step.name
         if only_names(eqn, operands, self.storage):
@@ -240,7 +240,7 @@ class Derivatives(AbstractEvaluator[StreamRole]):
         self._record(step, rule.name)
         return out
 
-    def _loaded(self, step: Step, operands: Sequence[Any], roles: StreamRole) -> list[Any]:
+    def _loaded(self, step: Step, operands: Sequence[Any], roles: StreamRoles) -> list[Any]:
         """Returns operands as rules and loops take them: in the compute dtype, scaled."""
         operands = roles.needed(step, operands)
         if self.scaled is not None and not only_moves(step, operands):
@@ -251,7 +251,7 @@ class Derivatives(AbstractEvaluator[StreamRole]):
     def _enters(self, step: Step, operands: Sequence[Any]) -> bool:
         return step.name in tables.LOOPS and any(isinstance(x, Jet) for x in operands)
 
-    def _entered(self, step: Step, operands: list[Any], roles: StreamRole) -> list[Any]:
+    def _entered(self, step: Step, operands: list[Any], roles: StreamRoles) -> list[Any]:
         eqn, around = step.eqn, (*self.around, *step.calls)
         operands = self._loaded(step, operands, roles)
         scaled = self.scaled and dataclasses.replace(self.scaled, overflows={})
@@ -281,7 +281,7 @@ class Derivatives(AbstractEvaluator[StreamRole]):
         why = _NO_REVERSE.format(line_of(eqn, around))
         return [jax.tree.map(partial(_forward_only, why), x) for x in out]
 
-    def _without_rule(self, step: Step, operands: list[Any], roles: StreamRole) -> list[Jet]:
+    def _without_rule(self, step: Step, operands: list[Any], roles: StreamRoles) -> list[Jet]:
         """Returns the results of an equation by nested forward mode. Those of a solve are linear in
         its right-hand side."""
         eqn, name = step.eqn, step.name
@@ -301,7 +301,7 @@ class Derivatives(AbstractEvaluator[StreamRole]):
         self._record(step, "nested", "no rule: by nested forward mode")
         return self.rules.algebra.nested(own, operands, moves)
 
-    def _multiplied(self, step: Step, operands: list[Any], roles: StreamRole) -> list[Any]:
+    def _multiplied(self, step: Step, operands: list[Any], roles: StreamRoles) -> list[Any]:
         operands = roles.needed(step, operands)
         jets = [x for x in operands if isinstance(x, Jet)]
         known = {k for x in jets for k, s in x.streams.items() if not is_traced(s)}
@@ -358,7 +358,7 @@ def _forward_only(why: str, x: Any) -> Any:
     return forward_only(x, why) if is_traced(x) and is_inexact(x) else x
 
 
-def _hold(env: dict[int, Any], keys: Iterable[int], roles: StreamRole) -> None:
+def _hold(env: dict[int, Any], keys: Iterable[int], roles: StreamRoles) -> None:
     """Stops the gradients of values whose derivatives lead nowhere. Known values stay known."""
     hold = lambda x: lax.stop_gradient(x) if is_traced(x) else x
     env.update((k, jax.tree.map(hold, env[k])) for k in keys if k in roles.still)

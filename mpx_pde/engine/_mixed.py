@@ -29,7 +29,7 @@ from ._differences import Wide, wide_in
 from ._evaluate import AbstractEvaluator, entering
 from ._near import near_numbers, summed_in
 from ._products import FULL, full_product, gives_way, half_product, is_biased, split_product
-from ._roles import AbstractRole, as_key, is_wild
+from ._roles import AbstractRoles, as_key, is_wild
 from ._segments import Part, is_light, multiplied_only
 from ._storage import DEEP, WILD, Staged, Storage, Value, array_of
 from .taylor._algebra import Algebra
@@ -62,8 +62,8 @@ class Rule(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class MixedRole(AbstractRole):
-    """The facts for an evaluation in which each equation has a precision of its own.
+class MixedRoles(AbstractRoles):
+    """The roles of variables for an evaluation in which each equation has a precision of its own.
 
     **Attributes:**
 
@@ -106,7 +106,7 @@ class MixedRole(AbstractRole):
 
 
 @dataclasses.dataclass(frozen=True)
-class Mixed(AbstractEvaluator[MixedRole]):
+class Mixed(AbstractEvaluator[MixedRoles]):
     """An evaluation of a program without streams.
 
     A value is an array or a jet without streams. Arrays are masters, or masters that were moved.
@@ -172,7 +172,7 @@ class Mixed(AbstractEvaluator[MixedRole]):
         stages: dict[int, int],
         near: set[int],
         wide: Wide,
-    ) -> MixedRole:
+    ) -> MixedRoles:
         """Returns the roles of variables, given those that are `near` a number (`near_numbers`),
         and those that are `wide` because of what follows (`wide_in`).
         `stored` holds halves, and computed values that only half products read; the evaluation adds
@@ -195,7 +195,7 @@ class Mixed(AbstractEvaluator[MixedRole]):
         unrounded = near - summed_in(flat, stages)
         if self.algorithm is None:
             unrounded |= wide.unrounded
-        return MixedRole(stages, full, stored, rules, unrounded, wide.solved, scores, {})
+        return MixedRoles(stages, full, stored, rules, unrounded, wide.solved, scores, {})
 
     def governs(self, aval: Any) -> bool:
         """Returns whether a value is float32 or half in the program. All others (integers, bools,
@@ -222,7 +222,7 @@ class Mixed(AbstractEvaluator[MixedRole]):
             return Rule("product" if name in tables.JAX_PRODUCTS else "half", f"half={half!r}")
         return rule
 
-    def _part(self, part: Part, env: dict[int, Any], roles: MixedRole, alike: dict) -> None:
+    def _part(self, part: Part, env: dict[int, Any], roles: MixedRoles, alike: dict) -> None:
         if part.alone:
             self._directly(part, env, roles)
         else:
@@ -232,7 +232,7 @@ class Mixed(AbstractEvaluator[MixedRole]):
         roles.stored.update(k for k in part.outputs if self._is_half(env[k]))
 
     def _opened(
-        self, part: Part, values: Sequence[Any], roles: MixedRole, one: Any = None
+        self, part: Part, values: Sequence[Any], roles: MixedRoles, one: Any = None
     ) -> dict[int, Any]:
         # Each input is loaded once, so its cotangents are added in float32.
         env = dict(zip(part.inputs, map(self.storage.loaded, values), strict=True))
@@ -241,13 +241,13 @@ class Mixed(AbstractEvaluator[MixedRole]):
             env |= {k: Jet(env[k].primal * one) for k in scores}
         return env
 
-    def _scores_in(self, part: Part, values: Sequence[Any], roles: MixedRole) -> list[int]:
+    def _scores_in(self, part: Part, values: Sequence[Any], roles: MixedRoles) -> list[int]:
         """Returns the scores that a layer takes in half."""
         pairs = zip(part.inputs, values, strict=True)
         return [k for k, x in pairs if k in roles.scores and self._is_half(x)]
 
     def _again(
-        self, layer: Callable, part: Part, values: Sequence[Any], roles: MixedRole
+        self, layer: Callable, part: Part, values: Sequence[Any], roles: MixedRoles
     ) -> Callable[[list], list]:
         """Returns a layer that the backward pass evaluates again, if it is checkpointed and takes
         halves.
@@ -274,7 +274,7 @@ class Mixed(AbstractEvaluator[MixedRole]):
         run = with_derivative_of(forward, jax.checkpoint(again, prevent_cse=False))
         return lambda traced: run(traced)[0]
 
-    def _kept(self, x: int, value: Any, part: Part, roles: MixedRole) -> Any:
+    def _kept(self, x: int, value: Any, part: Part, roles: MixedRoles) -> Any:
         stores = isinstance(value, Jet) and x in roles.stored and x not in roles.unrounded
         return self.storage.stored(value) if stores else value
 
@@ -283,7 +283,7 @@ class Mixed(AbstractEvaluator[MixedRole]):
     def _source(self, step: Step) -> Any:
         return source_of(step.eqn, step.calls)
 
-    def _result(self, x: int, value: Any, aval: Any, roles: MixedRole) -> Any:
+    def _result(self, x: int, value: Any, aval: Any, roles: MixedRoles) -> Any:
         value = primal_of(value)
         if x not in roles.stages:
             return value
@@ -291,15 +291,15 @@ class Mixed(AbstractEvaluator[MixedRole]):
             roles.stored.add(x)
         return Jet(value)
 
-    def _note(self, step: Step, roles: MixedRole) -> None:
+    def _note(self, step: Step, roles: MixedRoles) -> None:
         if self.listener is not None:
             self.listener.operation(step, (*self.around, *step.calls), roles)
 
-    def _governs(self, step: Step, operands: Sequence[Any], roles: MixedRole) -> bool:
+    def _governs(self, step: Step, operands: Sequence[Any], roles: MixedRoles) -> bool:
         return roles.rule(step).name != "own"
 
     def _computed(
-        self, step: Step, operands: list[Any], held: Sequence[bool], roles: MixedRole
+        self, step: Step, operands: list[Any], held: Sequence[bool], roles: MixedRoles
     ) -> Sequence[Any]:
         self._follow(step, operands, roles)
         eqn, rule = step.eqn, roles.rule(step).name
@@ -324,7 +324,7 @@ class Mixed(AbstractEvaluator[MixedRole]):
             return [rounded_cotangent(x, self.dtype) for x in out]
         return out
 
-    def _multiplied(self, step: Step, operands: list[Any], roles: MixedRole) -> list[Any]:
+    def _multiplied(self, step: Step, operands: list[Any], roles: MixedRoles) -> list[Any]:
         """Returns the results of a product of masters (arrays) and jets. A half product rounds a
         master inside, so its cotangent stays in float32. A jet is rounded before the product, so
         the backward pass keeps it in half. The result of a half product is in half, unless it is
@@ -357,7 +357,7 @@ class Mixed(AbstractEvaluator[MixedRole]):
             return True
         return not is_light(step.eqn) and any(map(self._is_half, operands))
 
-    def _entered(self, step: Step, operands: list[Any], roles: MixedRole) -> list[Any]:
+    def _entered(self, step: Step, operands: list[Any], roles: MixedRoles) -> list[Any]:
         self._follow(step, operands, roles)
         inner = dataclasses.replace(self, around=(*self.around, *step.calls, step.eqn))
         unrounded = [i for i, x in enumerate(step.outputs) if x in roles.unrounded]
@@ -379,7 +379,7 @@ class Mixed(AbstractEvaluator[MixedRole]):
         normal = float(info.tiny) <= size <= float(info.max)
         return normal or size == 0 or not math.isfinite(size)
 
-    def _follow(self, step: Step, operands: Sequence[Any], roles: MixedRole) -> None:
+    def _follow(self, step: Step, operands: Sequence[Any], roles: MixedRoles) -> None:
         """Records which results of an equation count as half, and which ones are numbers that are
         known while tracing."""
         rule, outputs = roles.rule(step).name, step.outputs
@@ -394,7 +394,7 @@ class Mixed(AbstractEvaluator[MixedRole]):
         roles.stored.update(x for x in outputs if half and x in roles.stages)
 
     def _gives_way(
-        self, step: Step, operands: Sequence, numbers: Sequence, roles: MixedRole
+        self, step: Step, operands: Sequence, numbers: Sequence, roles: MixedRoles
     ) -> bool:
         """Returns whether an operand is half and no other one must stay in float32."""
         half = [x in roles.stored for x in step.inputs]
@@ -454,7 +454,7 @@ def rule_of(eqn: JaxprEqn) -> Rule:
     return Rule(engines.get(row.engine, _RULES.get(row.precision, "own")), row.reason)
 
 
-def _number(x: Any, operand: Any, roles: MixedRole) -> Any:
+def _number(x: Any, operand: Any, roles: MixedRoles) -> Any:
     if x in roles.numbers:
         return roles.numbers[x]
     concrete = isinstance(operand, np.ndarray | np.generic) and np.ndim(operand) == 0

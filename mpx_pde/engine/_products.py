@@ -24,7 +24,7 @@ from ..program._jaxpr import aval_of, own_bind
 from ..program._products import asks_for_more, says_its_dtype
 from ._program import exchanged, orders_products
 from ._storage import DEEP, RAW, WILD, Storage
-from ._stream_role import StreamRole
+from ._stream_roles import StreamRoles
 from .taylor import _together as together
 from .taylor._algebra import Algebra
 from .taylor._jets import Jet, bind, cast, is_inexact, primal_of, total
@@ -74,7 +74,7 @@ class Product:
         self,
         step: Step,
         operands: Sequence[Any],
-        roles: StreamRole,
+        roles: StreamRoles,
         storage: Storage,
         algebra: Algebra,
     ) -> tuple[list[Jet], str]:
@@ -128,7 +128,7 @@ class Product:
 
         return [jet.map(weighted)], how
 
-    def dtype_of(self, step, operands, roles: StreamRole, storage: Storage) -> Any:
+    def dtype_of(self, step, operands, roles: StreamRoles, storage: Storage) -> Any:
         """Returns the dtype that a mixed product multiplies in; `None` for a product in full."""
         eqn = step.eqn
         if not _is_real(eqn):
@@ -145,7 +145,7 @@ class Product:
         halves = self.half_operands(step, operands, roles)
         return storage.dtype if halves.issuperset(fixed) else None
 
-    def half_operands(self, step: Step, operands: Sequence[Any], roles: StreamRole) -> set[int]:
+    def half_operands(self, step: Step, operands: Sequence[Any], roles: StreamRoles) -> set[int]:
         """Returns the positions of operands that are effectively half and not jets."""
         known = lambda x: self.masters or is_half(x.dtype)
         return {
@@ -195,7 +195,7 @@ def _has_vector(eqn: JaxprEqn) -> bool:
     return len(aval_of(eqn.invars[1]).shape) == len(contracted) + len(batched)
 
 
-def _stages(step: Step, operands: Sequence[Any], roles: StreamRole) -> set[int | None]:
+def _stages(step: Step, operands: Sequence[Any], roles: StreamRoles) -> set[int | None]:
     """Returns the stages of the operands that depend on the point."""
     pairs = zip(step.inputs, operands, strict=True)
     return {roles.stage_of(x) for x, value in pairs if isinstance(value, Jet)}

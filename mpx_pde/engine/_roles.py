@@ -27,8 +27,8 @@ def as_key(x: Any) -> Hashable:
     return np.asarray(x).tobytes(), np.result_type(x), np.shape(x)
 
 
-class AbstractRole(abc.ABC):
-    """Facts about a program and its variables, which a policy collects before it is evaluated.
+class AbstractRoles(abc.ABC):
+    """The roles of the variables of a program, which a policy collects before it is evaluated.
 
     **Attributes:**
 

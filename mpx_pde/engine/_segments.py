@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn
 from ..program import _tables as tables
 from ..program._flat import Constant, Flat, Step, variables
 from ..program._jaxpr import bodies_of, contains
-from ._roles import AbstractRole, as_key, is_linear, moving_in
+from ._roles import AbstractRoles, as_key, is_linear, moving_in
 
 
 def is_light(eqn: JaxprEqn) -> bool:
@@ -43,7 +43,7 @@ def _by_itself(step: Step, alone: bool = True) -> Part:
     return Part((step,), inputs, step.outputs, alone)
 
 
-def parts_of(flat: Flat, roles: AbstractRole) -> list[Part]:
+def parts_of(flat: Flat, roles: AbstractRoles) -> list[Part]:
     """Divides a program into parts."""
     kinds = {step: roles.kind(step) for step in flat.steps}
     steps, behind = _behind_products(kinds, roles, {*variables(flat.outputs)})
@@ -99,7 +99,7 @@ def parts_of(flat: Flat, roles: AbstractRole) -> list[Part]:
 
 
 def _behind_products(
-    kinds: Mapping[Step, str], roles: AbstractRole, read: Collection[int]
+    kinds: Mapping[Step, str], roles: AbstractRoles, read: Collection[int]
 ) -> tuple[list[Step], set[int]]:
     """Returns the equations in an order in which results of products are moved or added at once,
     and the variables that these moves and additions return.
@@ -149,7 +149,7 @@ def _region(step: Step, outputs: Sequence[int]) -> Part:
     return _by_itself(step, alone=False)._replace(outputs=tuple(outputs), multiplies=True)
 
 
-def signature(part: Part, roles: AbstractRole, values: Sequence[Any]) -> Hashable:
+def signature(part: Part, roles: AbstractRoles, values: Sequence[Any]) -> Hashable:
     """Returns a key that is equal for layers that are the same function of arrays of the same
     types, at the same lines of the user's code."""
     numbers = {x: i for i, x in enumerate(part.inputs)}

@@ -1,4 +1,4 @@
-"""Collects the facts about a program that is evaluated on streams."""
+"""Finds the roles of variables in a program that is evaluated on streams."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ from ..program import _tables as tables
 from ..program._flat import Constant, Flat, Step, dependent, moving_from, reaching, variables
 from ..program._jaxpr import bodies_of, contains, differentiable, pushforward
 from ._near import near_numbers, summed_in
-from ._roles import AbstractRole, is_linear, moving_in, still_in
+from ._roles import AbstractRoles, is_linear, moving_in, still_in
 from ._storage import DEEP, FIRST, RAW, Staged, Value, jet_of
 from .taylor._jets import Jet, Operand, is_inexact
 from .taylor._plan import Index, Plan
@@ -23,8 +23,8 @@ _VALUE: frozenset[Index] = frozenset({()})
 
 
 @dataclasses.dataclass(frozen=True)
-class StreamRole(AbstractRole):
-    """The facts for an evaluation with streams.
+class StreamRoles(AbstractRoles):
+    """The roles of variables for an evaluation with streams.
 
     **Attributes:**
 
@@ -108,7 +108,7 @@ def roles_of(
     halves: Callable[[Collection[int]], set[int]],
     traced: Iterable[int],
     streams: Iterable[int],
-) -> StreamRole:
+) -> StreamRoles:
     """Returns the roles of a program whose results are wanted with the streams `asked`.
 
     **Arguments:**
@@ -125,7 +125,7 @@ def roles_of(
     stored = {x for x, s in stages.items() if s == DEEP and x in wanted}
     stored -= near_numbers(flat, (), carried or ()) - summed_in(flat, stages)
     still = still_in(flat)
-    return StreamRole(
+    return StreamRoles(
         stages=stages,
         reached=dict(entering),
         final=set(stages) - wanted,
