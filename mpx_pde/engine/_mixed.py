@@ -25,13 +25,13 @@ from ..program._products import asks_for_more, says_its_dtype
 from ._containers import ENTERED, Containers
 from ._custom import own_in_compute_dtype
 from ._derivative_of import with_derivative_of
-from ._differences import Wide, wide_in
 from ._evaluate import AbstractEvaluator, entering
 from ._near import near_numbers, summed_in
 from ._products import FULL, full_product, gives_way, half_product, is_biased, split_product
 from ._roles import AbstractRoles, as_key, is_wild
 from ._segments import Part, is_light, multiplied_only
 from ._storage import DEEP, WILD, Staged, Storage, Value, array_of
+from ._unrounded import Wide, wide_in
 from .taylor._algebra import Algebra
 from .taylor._jets import Jet, cast, is_inexact, primal_of
 from .taylor._moments import moments_p, with_moments
