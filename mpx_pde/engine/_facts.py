@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.extend.core import JaxprEqn
 
 from ..program import _tables as tables
@@ -326,9 +325,9 @@ def _reaches(number: float, root: Root) -> bool:
 
 
 def _number_of(x: Constant) -> float | None:
-    if np.ndim(x.value) or isinstance(x.value, Tracer):
+    if x.number is None:
         return None
-    value = np.asarray(x.value)
+    value = np.asarray(x.number)
     return float(value) if value.dtype.kind in "fiu" else None
 
 

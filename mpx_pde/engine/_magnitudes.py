@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from jax.core import Tracer
 
 from ..program import _tables as tables
 from ..program._flat import Constant, Flat, Step, flatten
@@ -44,9 +43,9 @@ def _of_program(flat: Flat, given: Sequence[float]) -> list[float]:
 
 
 def _of_number(x: Constant) -> float:
-    if np.ndim(x.value) or isinstance(x.value, Tracer) or not is_inexact(x.aval):
+    if x.number is None or not is_inexact(x.aval):
         return 0.0
-    return _power(abs(float(np.real(x.value))))
+    return _power(abs(float(np.real(x.number))))
 
 
 def _power(size: float) -> float:

@@ -34,6 +34,12 @@ class Constant:
     value: Any
     aval: Any
 
+    @property
+    def number(self) -> Any:
+        """Returns the number that it is; `None` for an array, and for one that is not known while
+        tracing."""
+        return None if np.ndim(self.value) or isinstance(self.value, Tracer) else self.value
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
@@ -254,9 +260,9 @@ def _key_of(step: Step, inputs: tuple[Hashable, ...]) -> Hashable | None:
 
 def _name_of(x: Constant) -> Hashable | None:
     """Returns the dtype and the bits of a number, and `None` for an array."""
-    if np.ndim(x.value) or isinstance(x.value, Tracer):
+    if x.number is None:
         return None
-    value = np.asarray(x.value, x.aval.dtype)
+    value = np.asarray(x.number, x.aval.dtype)
     return str(value.dtype), value.tobytes()
 
 

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jax.core import Tracer
-
 from ..program import _tables as tables
 from ..program._flat import Constant, Flat
 from ..program._jaxpr import aval_of
@@ -128,5 +126,5 @@ def _constant(x: Constant) -> _Reason:
     """Returns the reason that is a number, or an array that the program knows."""
     if aval_of(x).shape:
         return _Reason("own", f"an array {_type(x)} that is no argument")
-    value = "" if isinstance(x.value, Tracer) else f" {float(x.value):.6g}"
+    value = "" if x.number is None else f" {float(x.number):.6g}"
     return _Reason("number", f"the number{value}, which is no Python number")
