@@ -22,14 +22,15 @@ from ..program._flat import Step, flatten
 from ..program._jaxpr import asks_what_moves, aval_of, bodies_of
 from ..program._lines import line_of, site_of
 from ..program._references import with_references_inside
+from ._biases import is_biased, is_weighted
 from ._containers import Containers
 from ._custom import own_in_compute_dtype
 from ._evaluate import AbstractEvaluator, entering
-from ._products import Product, is_biased, is_weighted, only_names
 from ._segments import Part
 from ._storage import Storage, add_overflow
+from ._stream_products import Product
 from ._stream_roles import StreamRoles, roles_of
-from .taylor._jets import Jet, is_inexact, is_traced
+from .taylor._jets import Jet, is_inexact, is_traced, primal_of
 from .taylor._known import folded, only_moves
 from .taylor._moments import with_moments
 from .taylor._plan import Index, Plan, sum_key
@@ -213,7 +214,7 @@ class Derivatives(AbstractEvaluator[StreamRoles]):
         self, step: Step, operands: list[Any], held: Sequence[bool], roles: StreamRoles
     ) -> Sequence[Any]:
         eqn, name = step.eqn, step.name
-        if only_names(eqn, operands, self.storage):
+        if _only_names(eqn, operands, self.storage):
             # The value stays as it is and is loaded each time that it is used.
             self._record(step, "convert")
             return operands
@@ -315,6 +316,15 @@ class Derivatives(AbstractEvaluator[StreamRoles]):
             out = dataclasses.replace(out, streams={**out.streams, **scaled})
         self._record(step, "product", how)
         return [out]
+
+
+def _only_names(eqn: JaxprEqn, operands: Sequence[Any], storage: Storage) -> bool:
+    """Returns whether an equation is a cast of a stored value to the compute dtype, which
+    needs no computation."""
+    if eqn.primitive.name not in tables.CASTS:
+        return False
+    x, new = primal_of(operands[0]), eqn.params["new_dtype"]
+    return new == storage.compute and isinstance(operands[0], Jet) and storage.is_stored(x)
 
 
 def _applies(eqn: JaxprEqn) -> bool:

@@ -32,8 +32,8 @@ from ._custom import custom_in_compute_dtype, own_in_compute_dtype
 from ._derivatives import Derivatives, Scaled
 from ._facts import DATA, MASTER, Fact
 from ._precisions import Precisions
-from ._products import Product
 from ._storage import RAW, Staged, Storage, typed
+from ._stream_products import Product
 from .taylor._algebra import Algebra
 from .taylor._jets import Jet, is_inexact
 from .taylor._plan import Index, Plan

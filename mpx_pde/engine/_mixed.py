@@ -22,12 +22,13 @@ from ..program._flat import Constant, Flat, Step, flatten, variables
 from ..program._jaxpr import bodies_of, contains, is_container, own_bind
 from ..program._lines import source_of
 from ..program._products import asks_for_more, says_its_dtype
+from ._biases import is_biased
 from ._containers import ENTERED, Containers
 from ._custom import own_in_compute_dtype
 from ._derivative_of import with_derivative_of
 from ._evaluate import AbstractEvaluator, entering
 from ._near import near_numbers, summed_in
-from ._products import FULL, full_product, gives_way, half_product, is_biased, split_product
+from ._products import FULL, full_product, gives_way, half_product, split_product
 from ._roles import AbstractRoles, as_key, is_wild
 from ._segments import Part, is_light, multiplied_only
 from ._storage import DEEP, WILD, Staged, Storage, Value, array_of
