@@ -6,9 +6,9 @@ may be stored in half, between products and for the backward pass.
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,18 +18,28 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ..products._order import rounded_cotangent
 from ..program import _tables as tables
-from ..program._flat import Constant, Flat, Step, flatten, variables
+from ..program._flat import Flat, Step, flatten, variables
 from ..program._jaxpr import bodies_of, contains, is_container, own_bind
 from ..program._lines import source_of
-from ..program._products import asks_for_more, says_its_dtype
 from ._biases import is_biased
 from ._containers import ENTERED, Containers
 from ._custom import own_in_compute_dtype
 from ._derivative_of import with_derivative_of
 from ._evaluate import AbstractEvaluator, entering
+from ._mixed_roles import (
+    INTO_A_SOLVE,
+    OF_DERIVATIVES,
+    MixedRoles,
+    Rule,
+    full_in,
+    instead_of_halves,
+    moves_masters,
+    rule_of,
+    scores_in,
+)
 from ._near import near_numbers, summed_in
 from ._products import FULL, full_product, gives_way, half_product, split_product
-from ._roles import AbstractRoles, as_key, is_wild
+from ._roles import is_wild
 from ._segments import Part, is_light, multiplied_only
 from ._storage import DEEP, WILD, Staged, Storage, Value, array_of
 from ._unrounded import Wide, wide_in
@@ -42,68 +52,6 @@ from .taylor._rules import Rules
 
 _RULES_OF_VALUES = Rules(Algebra(Plan(())))
 """The rules for values without streams."""
-
-
-class Rule(NamedTuple):
-    """The way in which an equation is evaluated.
-
-    **Attributes:**
-
-    - `name`: `"product"`, `"mixed"`, `"full"`, `"half"`, `"follow"`, `"layout"`, `"convert"` or
-        `"own"` (the dtypes of the program).
-    - `reason`: why it is evaluated in this way.
-    - `known`: whether the primitive has a row in the table.
-    - `asked`: whether an override asks for float32.
-    """
-
-    name: str
-    reason: str
-    known: bool = True
-    asked: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class MixedRoles(AbstractRoles):
-    """The roles of variables for an evaluation in which each equation has a precision of its own.
-
-    **Attributes:**
-
-    - `stored`: the variables that count as half. The evaluation adds those that it finds.
-    - `rules`: the rule of each equation, by the `id` of its step.
-    - `full`: the results of arithmetic that are not stored in half because of their readers, see
-        `_in_full`.
-    - `unrounded`: the variables that are not rounded when they leave a layer, see `near_numbers`
-        and `wide_in`.
-    - `solved`: the variables that reach a factorization or a solve, see `wide_in`.
-    - `scores`: the results of products of many matrices, such as the scores of attention.
-    - `numbers`: the masters that are numbers known while tracing. The evaluation adds them.
-    """
-
-    stages: dict[int, int]
-    full: set[int]
-    stored: set[int]
-    rules: dict[int, Rule]
-    unrounded: set[int]
-    solved: set[int]
-    scores: set[int]
-    numbers: dict[int, Any]
-    final: ClassVar = frozenset[int]()
-    unlayered: ClassVar = frozenset[int]()
-
-    def of(self, x: int) -> tuple[Hashable, ...]:
-        sets = self.full, self.stored, self.scores, self.unrounded
-        return self.stages.get(x), as_key(self.numbers.get(x)), *(x in every for every in sets)
-
-    def stage_of(self, x: int | Constant) -> int | None:
-        return None if isinstance(x, Constant) else self.stages.get(x)
-
-    def rule(self, step: Step) -> Rule:
-        return self.rules[id(step)]
-
-    def kind(self, step: Step) -> str:
-        # Slow equations and products are not evaluated again. Moves of masters are, so that what
-        # masters are broadcast to is not kept.
-        return "light" if is_light(step.eqn) else "alone"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,19 +128,19 @@ class Mixed(AbstractEvaluator[MixedRoles]):
         the others."""
         rules = {id(s): self._rule(s.eqn, (*self.around, *s.calls)) for s in flat.steps}
         for step in flat.steps:
-            if not _moves_masters(step, stages):
+            if not moves_masters(step, stages):
                 # Derivatives would overflow or vanish in float16.
                 wild = self.dtype == np.float16 and is_wild(step, stages)
                 stages.update(dict.fromkeys(step.outputs, WILD if wild else DEEP))
             if any(stages.get(x) == WILD for x in step.variables):
-                rules[id(step)] = _instead_of_halves(step, rules[id(step)], _OF_DERIVATIVES)
+                rules[id(step)] = instead_of_halves(step, rules[id(step)], OF_DERIVATIVES)
             if not wide.solved.isdisjoint(step.outputs):
-                rules[id(step)] = _instead_of_halves(step, rules[id(step)], _INTO_A_SOLVE)
+                rules[id(step)] = instead_of_halves(step, rules[id(step)], INTO_A_SOLVE)
         stored = {k for k, x in env.items() if self._is_half(x)}
         if self.algorithm is None:
             outputs, is_half = variables(flat.outputs), lambda s: rules[id(s)].name == "product"
             stored |= stages.keys() & multiplied_only(flat.steps, outputs, is_half, tables.LAYOUT)
-        full, scores = _in_full(flat, bool(self.around)), _scores(flat)
+        full, scores = full_in(flat, bool(self.around)), scores_in(flat)
         unrounded = near - summed_in(flat, stages)
         if self.algorithm is None:
             unrounded |= wide.unrounded
@@ -411,92 +359,8 @@ class Mixed(AbstractEvaluator[MixedRoles]):
         return any(half)
 
 
-def _scores(flat: Flat) -> set[int]:
-    """Returns the results of products of many matrices, and of moves of such results."""
-    out = set[int]()
-    for step in flat.steps:
-        eqn, name = step.eqn, step.eqn.primitive.name
-        batched = name in tables.DOTS and eqn.params["dimension_numbers"][1][0]
-        moved = name in tables.MOVES and not out.isdisjoint(step.variables)
-        out.update(step.outputs if batched or moved else ())
-    return out
-
-
-_RULES = {"half": "product", "itself": "mixed", "float32": "full", "operands": "follow"}
-"""The names of rules, by the precision of an operation in the table."""
-
-
-_OF_DERIVATIVES = "multiplies derivatives, which have no scales any more"
-_INTO_A_SOLVE = "its result goes into a factorization or a solve, which magnifies errors"
-
-
-def _instead_of_halves(step: Step, rule: Rule, reason: str) -> Rule:
-    """Returns the rule for a product that is in full for a `reason`, given its rule for other
-    values. Overrides and products that name their dtype keep theirs."""
-    open = rule.name == "product" or (rule.name == "mixed" and gives_way(step.eqn))
-    if not open or rule.reason.startswith("half="):
-        return rule
-    return rule._replace(name="full", reason=reason)
-
-
-def rule_of(eqn: JaxprEqn) -> Rule:
-    """Returns the rule for an equation without overrides."""
-    name = eqn.primitive.name
-    if name in tables.JAX_PRODUCTS and asks_for_more(eqn):
-        return Rule("full", "the program asks for this precision itself")
-    if name in tables.MIXED and not says_its_dtype(eqn):
-        return Rule("mixed", "a mixed product without a dtype of its own: it is given one")
-    if name in tables.PUSHES:
-        return Rule("full" if contains(bodies_of(eqn)[0], tables.FULL) else "follow", "")
-    if name not in tables.TABLE:
-        return Rule("own", "unknown to autocast", known=False)
-    row = tables.TABLE[name]
-    engines = {"layout": "layout", "cast": "convert"}
-    return Rule(engines.get(row.engine, _RULES.get(row.precision, "own")), row.reason)
-
-
 def _number(x: Any, operand: Any, roles: MixedRoles) -> Any:
     if x in roles.numbers:
         return roles.numbers[x]
     concrete = isinstance(operand, np.ndarray | np.generic) and np.ndim(operand) == 0
     return operand if concrete and is_inexact(operand) else None
-
-
-def _moves_masters(step: Step, stages: Mapping[int, int]) -> bool:
-    name, avals = step.name, [v.aval for v in step.eqn.invars]
-    if any(x in stages for x in step.variables):
-        return False
-    if not any(is_inexact(v.aval) for v in step.eqn.outvars):
-        return True
-    # A cast of booleans is a master: zeros and ones are exact in every dtype.
-    exact = (is_inexact(x) or getattr(x, "dtype", None) == np.bool_ for x in avals)
-    return name in tables.SAME and all(exact)
-
-
-_PASSED = tables.ARITHMETIC | tables.LAYOUT | tables.CHOICES
-
-
-def _in_full(flat: Flat, inside: bool) -> set[int]:
-    """Returns the results of arithmetic that stay in float32 because of their readers. A function
-    may magnify their rounding errors. A `mul` that is summed may be too large for half. Results of
-    a program `inside` of another one may be summed there."""
-    magnified, out = set[int](), set[int]()
-    elsewhere = set(variables(flat.outputs))
-    summed = set(elsewhere) if inside else set[int]()
-    for step in reversed(flat.steps):
-        name, operands = step.name, step.variables
-        arithmetic, sums = name in tables.ARITHMETIC, not summed.isdisjoint(step.outputs)
-        here = (arithmetic or name in tables.LAYOUT) and not magnified.isdisjoint(step.outputs)
-        only = name in _PASSED and elsewhere.isdisjoint(step.outputs)
-        multiplies = name in tables.MULTIPLICATIONS
-        square = multiplies and len(set(operands)) == 1 and len(operands) == 2
-        if (arithmetic and here) or (multiplies and sums and (square or only)):
-            out.update(step.outputs)
-        even = step.power is not None and step.power % 2 == 0
-        if here or even or name in tables.MAGNIFYING:
-            magnified.update(operands)
-        into_sum = name in tables.SUMS or (sums and name in _PASSED)
-        summed.update(operands if into_sum or is_container(step.eqn) else ())
-        if not (into_sum and (only or name in tables.SUMS)):
-            elsewhere.update(operands)
-    return out
