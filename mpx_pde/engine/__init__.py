@@ -7,8 +7,7 @@ from ._entry import (
     propagate as propagate,
 )
 from ._mixed import Mixed as Mixed
-from ._mixed_roles import Rule as Rule
 from ._products import multiplied_in as multiplied_in
 from ._stream_products import broadcast_like as broadcast_like
-from .taylor._plan import Index as Index, Plan as Plan, make_plan as make_plan, sum_key as sum_key
+from .taylor._plan import Index as Index, make_plan as make_plan, sum_key as sum_key
 from .taylor._univariate import KEPT_TERMS as KEPT_TERMS

@@ -30,7 +30,7 @@ from ._mixed_roles import (
     INTO_A_SOLVE,
     OF_DERIVATIVES,
     MixedRoles,
-    Rule,
+    PrecisionRule,
     full_in,
     instead_of_halves,
     moves_masters,
@@ -152,12 +152,12 @@ class Mixed(AbstractEvaluator[MixedRoles]):
         dtype = getattr(aval, "dtype", None)
         return hasattr(aval, "weak_type") and (dtype == FULL or dtype == self.dtype)
 
-    def _rule(self, eqn: JaxprEqn, around: Sequence[JaxprEqn]) -> Rule:
+    def _rule(self, eqn: JaxprEqn, around: Sequence[JaxprEqn]) -> PrecisionRule:
         half, full = self.listener.overrides(eqn, around) if self.listener else (None, None)
         name, asked = eqn.primitive.name, full is not None
         governed = sum(self.governs(v.aval) for v in eqn.invars)
         if not governed:
-            return Rule("own", "none of its operands is float32 or half", asked=asked)
+            return PrecisionRule("own", "none of its operands is float32 or half", asked=asked)
         rule = rule_of(eqn)
         if sum(is_inexact(v.aval) for v in eqn.invars) > governed:
             return rule._replace(name="own", asked=asked)
@@ -166,9 +166,11 @@ class Mixed(AbstractEvaluator[MixedRoles]):
         if rule.name in ("own", "convert"):
             return rule
         if asked:
-            return Rule("full", f"full={full!r}", asked=True)
+            return PrecisionRule("full", f"full={full!r}", asked=True)
         if half is not None:
-            return Rule("product" if name in tables.JAX_PRODUCTS else "half", f"half={half!r}")
+            return PrecisionRule(
+                "product" if name in tables.JAX_PRODUCTS else "half", f"half={half!r}"
+            )
         return rule
 
     def _part(self, part: Part, env: dict[int, Any], roles: MixedRoles, alike: dict) -> None:

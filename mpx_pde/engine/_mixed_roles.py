@@ -18,7 +18,7 @@ from ._segments import is_light
 from .taylor._jets import is_inexact
 
 
-class Rule(NamedTuple):
+class PrecisionRule(NamedTuple):
     """The way in which an equation is evaluated.
 
     **Attributes:**
@@ -56,7 +56,7 @@ class MixedRoles(AbstractRoles):
     stages: dict[int, int]
     full: set[int]
     stored: set[int]
-    rules: dict[int, Rule]
+    rules: dict[int, PrecisionRule]
     unrounded: set[int]
     solved: set[int]
     scores: set[int]
@@ -71,7 +71,7 @@ class MixedRoles(AbstractRoles):
     def stage_of(self, x: int | Constant) -> int | None:
         return None if isinstance(x, Constant) else self.stages.get(x)
 
-    def rule(self, step: Step) -> Rule:
+    def rule(self, step: Step) -> PrecisionRule:
         return self.rules[id(step)]
 
     def kind(self, step: Step) -> str:
@@ -99,7 +99,7 @@ OF_DERIVATIVES = "multiplies derivatives, which have no scales any more"
 INTO_A_SOLVE = "its result goes into a factorization or a solve, which magnifies errors"
 
 
-def instead_of_halves(step: Step, rule: Rule, reason: str) -> Rule:
+def instead_of_halves(step: Step, rule: PrecisionRule, reason: str) -> PrecisionRule:
     """Returns the rule for a product that is in full for a `reason`, given its rule for other
     values. Overrides and products that name their dtype keep theirs."""
     open = rule.name == "product" or (rule.name == "mixed" and gives_way(step.eqn))
@@ -108,20 +108,20 @@ def instead_of_halves(step: Step, rule: Rule, reason: str) -> Rule:
     return rule._replace(name="full", reason=reason)
 
 
-def rule_of(eqn: JaxprEqn) -> Rule:
+def rule_of(eqn: JaxprEqn) -> PrecisionRule:
     """Returns the rule for an equation without overrides."""
     name = eqn.primitive.name
     if name in tables.JAX_PRODUCTS and asks_for_more(eqn):
-        return Rule("full", "the program asks for this precision itself")
+        return PrecisionRule("full", "the program asks for this precision itself")
     if name in tables.MIXED and not says_its_dtype(eqn):
-        return Rule("mixed", "a mixed product without a dtype of its own: it is given one")
+        return PrecisionRule("mixed", "a mixed product without a dtype of its own: it is given one")
     if name in tables.PUSHES:
-        return Rule("full" if contains(bodies_of(eqn)[0], tables.FULL) else "follow", "")
+        return PrecisionRule("full" if contains(bodies_of(eqn)[0], tables.FULL) else "follow", "")
     if name not in tables.TABLE:
-        return Rule("own", "unknown to autocast", known=False)
+        return PrecisionRule("own", "unknown to autocast", known=False)
     row = tables.TABLE[name]
     engines = {"layout": "layout", "cast": "convert"}
-    return Rule(engines.get(row.engine, _RULES.get(row.precision, "own")), row.reason)
+    return PrecisionRule(engines.get(row.engine, _RULES.get(row.precision, "own")), row.reason)
 
 
 def moves_masters(step: Step, stages: Mapping[int, int]) -> bool:
