@@ -13,7 +13,7 @@ import numpy as np
 from scipy import special
 
 from mpx_pde.program._jaxpr import bodies_of, own_bind
-from mpx_pde.program._rebind import scan_counts
+from mpx_pde.program._rebind import carried_by
 from mpx_pde.program._tables import CALLS, CHECKPOINTS, CUSTOM
 
 
@@ -213,8 +213,9 @@ def _held_by_jax(x):
 
 def _scan(eqn, args, rounding):
     (body,) = bodies_of(eqn)
-    n_consts, n_carry = scan_counts(eqn)
-    consts, carry, xs = args[:n_consts], args[n_consts:][:n_carry], args[n_consts + n_carry :]
+    places = carried_by(eqn)
+    n_carry = len(places)
+    consts, carry, xs = args[: places.start], [args[i] for i in places], args[places.stop :]
     steps, stacked = range(eqn.params["length"]), []
     for i in reversed(steps) if eqn.params["reverse"] else steps:
         out = _run(body, [*consts, *carry, *(x[i] for x in xs)], rounding)

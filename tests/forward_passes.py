@@ -11,11 +11,18 @@ import mpx_pde as mpx
 # The error of a gradient that is evaluated in half at full values: a few roundings of 2^-11 and of
 # 2^-8 in a row, most of which average out.
 TOLERANCES = {"float16": 2.0**-9, "bfloat16": 2.0**-6}
+# That of most programs, whatever the number of their steps.
+CLOSE = {"float16": 1e-3, "bfloat16": 8e-3}
 SCALING = mpx.StaticLossScaling(2.0**8)
 
 
+def step_of(loss, half="bfloat16", scaling=SCALING, **options):
+    options = {"forward": "float32", "policy": policy(half), **options}
+    return mpx.filter_value_and_grad(loss, scaling, **options)
+
+
 def evaluated(loss, model, batch, half, forward="float32", scaling=SCALING):
-    step = mpx.filter_value_and_grad(loss, scaling, policy=policy(half), forward=forward)
+    step = step_of(loss, half, scaling, forward=forward)
     value, _, finite, grads = eqx.filter_jit(step)(model, batch)
     assert finite
     return value, grads

@@ -1,6 +1,6 @@
 """Tests that code for MPX runs after a change of import: its signatures, the order of its results,
 and a training as in its README. Fixes of MPX 0.1.8's faults are tested with each behavior:
-`test_grad.py`, `test_optimizer.py`, `test_loss_scaling.py`, `test_cast.py`.
+`test_grad*.py`, `test_optimizer.py`, `test_loss_scaling.py`, `test_cast.py`.
 """
 
 import inspect

@@ -11,6 +11,7 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from .._util._calls import called, named, public
 from .._util._repr import in_a_line
@@ -124,15 +125,19 @@ class Derivative:
         if every:
             values = Evaluation(at, coords, outputs, every, (), self.scaling, None)(point)
 
-        def tree(chosen: tuple[int, ...], left: Sequence[Argnums]) -> PyTree:
-            """Returns all entries, in the structure of JAX's result."""
-            if left:
-                several = [tree((*chosen, i), left[1:]) for i in _indices(left[0])]
-                return tuple(several) if isinstance(left[0], tuple) else several[0]
+        def array(chosen: tuple[int, ...]) -> Array:
+            """Returns the derivatives with respect to one argument for each order."""
             entries = itertools.product(range(count), *(places[i] for i in chosen))
             parts = [values[terms[output, tuple(sorted(dirs))].name] for output, *dirs in entries]
             shape_of = *shape, *(n for i in chosen for n in args[i].shape)
             return jnp.stack(parts).reshape(shape_of) if parts else jnp.zeros(shape_of, dtype)
+
+        def tree(chosen: tuple[int, ...], left: Sequence[Argnums]) -> PyTree:
+            """Returns all arrays, in the structure of JAX's result."""
+            if not left:
+                return array(chosen)
+            several = [tree((*chosen, i), left[1:]) for i in _indices(left[0])]
+            return tuple(several) if isinstance(left[0], tuple) else several[0]
 
         return tree((), self.taken)
 

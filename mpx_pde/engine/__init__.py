@@ -6,7 +6,8 @@ from ._entry import (
     linearized as linearized,
     propagate as propagate,
 )
-from ._mixed import Mixed as Mixed, Rule as Rule
-from ._products import broadcast_like as broadcast_like, multiplied_in as multiplied_in
-from .taylor._plan import Index as Index, Plan as Plan, make_plan as make_plan, sum_key as sum_key
+from ._mixed import Mixed as Mixed
+from ._products import multiplied_in as multiplied_in
+from ._stream_products import broadcast_like as broadcast_like
+from .taylor._plan import Index as Index, make_plan as make_plan, sum_key as sum_key
 from .taylor._univariate import KEPT_TERMS as KEPT_TERMS

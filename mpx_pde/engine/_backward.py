@@ -1,7 +1,7 @@
 """Differentiates a program in reverse mode, with values in full and a backward pass in half.
 
 The program is linearized as it stands. What the backward pass reads is computed in full and kept
-rounded (see `_keeping.py`), or computed again from what is kept (see `_facts.py`). Cotangents are
+rounded (see `_kept.py`), or computed again from what is kept (see `_facts.py`). Cotangents are
 float32; products of the backward pass round their operands to half. So there are two programs: the
 forward one, which returns what is kept, and the backward one. The bodies of a loop are such a pair
 too.
@@ -26,10 +26,10 @@ from ..program._jaxpr import (
     in_context_of,
     with_products,
 )
-from ..program._rebind import rebind, scan_counts
+from ..program._rebind import carried_by, rebind
 from ._custom import bind_recorded
 from ._facts import COMPUTED, DATA, Fact, facts_of
-from ._kept import Plan, make_plan
+from ._kept import Passes, passes_of
 from ._precisions import Precisions
 from ._products import precise
 from ._program import orders_products, with_products_in_order, without_checkpoints
@@ -57,47 +57,47 @@ class Values:
 
 
 def run_forward(
-    plan: Plan, operands: Sequence[Any], by: Precisions, needed: Collection[int] | None = None
+    passes: Passes, operands: Sequence[Any], by: Precisions, needed: Collection[int] | None = None
 ) -> tuple[list[Any], Values]:
     """Returns the results of the forward program, and what is left for the backward one. Results
     that are not among the `needed` positions are left out."""
-    env: dict[int, Any] = {k: c.value for k, c in plan.forward.constants.items()}
-    env.update(zip(plan.forward.inputs, operands, strict=True))
+    env = passes.forward.env(operands)
     loops: dict[int, Values] = {}
-    count = len(plan.forward.outputs)
+    count = len(passes.forward.outputs)
     asked = set(range(count)) if needed is None else set(needed)
-    reads = {plan.forward.outputs[i] for i in asked} | plan.kept.keys()
-    reads |= {x for step in plan.forward.steps for x in step.variables}
-    for step in plan.forward.steps:
+    reads = {passes.forward.outputs[i] for i in asked} | passes.kept.keys()
+    reads |= {x for step in passes.forward.steps for x in step.variables}
+    for step in passes.forward.steps:
         args = [read(x, env) for x in step.inputs]
-        if id(step) in plan.loops:
-            inner = plan.loops[id(step)]
+        if id(step) in passes.loops:
+            inner = passes.loops[id(step)]
             some = [
-                i for i, k in enumerate(step.outputs) if k in reads or i < scan_counts(step.eqn)[1]
+                i for i, k in enumerate(step.outputs) if k in reads or i < len(carried_by(step.eqn))
             ]
             out, loops[id(step)] = _scan_forward(inner, step, args, by, some)
         else:
             # What is computed of data alone does not take a split product.
-            exact = bool(step.outputs) and plan.facts.of[step.outputs[0]].level < COMPUTED
+            exact = bool(step.outputs) and passes.facts.of[step.outputs[0]].level < COMPUTED
             own = by._replace(algorithm=None) if exact else by
             out = own.forward(step, args)
         env.update(zip(step.outputs, out, strict=True))
-    made = plan.facts.made
-    kept = {k: by.kept(env[k], made[k]) if rounded else env[k] for k, rounded in plan.kept.items()}
-    values = Values(kept, {k: env[k] for k in plan.operands}, loops)
-    outputs = plan.forward.outputs
+    made = passes.facts.made
+    kept = {
+        k: by.kept(env[k], made[k]) if rounded else env[k] for k, rounded in passes.kept.items()
+    }
+    values = Values(kept, {k: env[k] for k in passes.operands}, loops)
+    outputs = passes.forward.outputs
     return [read(x, env) if i in asked else () for i, x in enumerate(outputs)], values
 
 
 def _scan_forward(
-    plan: Plan, step: Step, operands: list[Any], by: Precisions, needed: Collection[int]
+    passes: Passes, step: Step, operands: list[Any], by: Precisions, needed: Collection[int]
 ) -> tuple[list[Any], Values]:
     """Evaluates a loop, and stacks what its steps keep."""
-    n_consts, _ = scan_counts(step.eqn)
-    outside = plan.forward.inputs[:n_consts]
+    outside = passes.forward.inputs[: carried_by(step.eqn).start]
 
     def body(*args):
-        out, values = run_forward(plan, args, by, needed)
+        out, values = run_forward(passes, args, by, needed)
         own = {k: x for k, x in values.operands.items() if k not in outside}
         return [*out, dataclasses.replace(values, operands=own)]
 
@@ -113,13 +113,13 @@ class Again:
     """The values of a forward program, as the backward one reads them: loaded, or computed again
     when they are first read."""
 
-    def __init__(self, plan: Plan, values: Values, by: Precisions, closed: Mapping[int, Any]):
-        self.plan, self.values, self.by = plan, values, by
-        self.env: dict[int, Any] = {k: c.value for k, c in plan.forward.constants.items()}
+    def __init__(self, passes: Passes, values: Values, by: Precisions, closed: Mapping[int, Any]):
+        self.passes, self.values, self.by = passes, values, by
+        self.env: dict[int, Any] = {k: c.value for k, c in passes.forward.constants.items()}
         self.env.update(closed)
-        facts = plan.facts.of
+        facts = passes.facts.of
         self.env.update((k, x) for k, x in values.operands.items() if facts[k].level < DATA)
-        self.made = plan.facts.made
+        self.made = passes.facts.made
         self.before: list[Any] = []
         self.gradients: list[Any] = []
 
@@ -154,13 +154,13 @@ class Again:
             return
         if k in self.values.kept:
             x, step = self._in_turn(self.values.kept[k]), self.made.get(k)
-            if step is not None and self.plan.kept[k]:
+            if step is not None and self.passes.kept[k]:
                 x = x.astype(aval_of(step.eqn.outvars[step.outputs.index(k)]).dtype)
             self.env[k] = x
             return
         step = self.made[k]
         operands = [read(x, self.env) for x in step.inputs]
-        if self.plan.facts.multiplies_in_half(step):
+        if self.passes.facts.multiplies_in_half(step):
             out = self.by.again(step, operands)
         else:
             out = self.by.forward(step, operands)
@@ -168,37 +168,33 @@ class Again:
 
 
 def run_backward(
-    plan: Plan,
-    values: Values,
-    operands: Mapping[int, Any],
-    by: Precisions,
-    again: Again,
-    still: Collection[int] = (),
+    again: Again, operands: Mapping[int, Any], still: Collection[int] = ()
 ) -> list[Any]:
     """Returns the results of the backward program. `operands` are those that are not `wanted`: the
     cotangents, and inside of a loop also what it adds up and its constants. Those that depend on no
     cotangent are `still`."""
-    env: dict[int, Any] = {k: c.value for k, c in plan.backward.constants.items()}
+    passes, by = again.passes, again.by
+    env: dict[int, Any] = {k: c.value for k, c in passes.backward.constants.items()}
     env.update(operands)
     moving = operands.keys() - still
 
     def value(x: int | Constant) -> Any:
-        if not isinstance(x, Constant) and x in plan.wanted and x not in env:
-            env[x] = again(plan.wanted[x])
+        if not isinstance(x, Constant) and x in passes.wanted and x not in env:
+            env[x] = again(passes.wanted[x])
         return read(x, env)
 
-    terms = _gradient_terms(plan.backward)
-    for step in plan.backward.steps:
+    terms = _gradient_terms(passes.backward)
+    for step in passes.backward.steps:
         moves = [not isinstance(x, Constant) and x in moving for x in step.inputs]
-        if id(step) in plan.loops:
-            out = _scan_backward(plan, step, values, value, by, again, moves)
+        if id(step) in passes.loops:
+            out = _scan_backward(step, value, again, moves)
             moving.update(step.outputs)
         else:
             out, results = by.backward(step, list(map(value, step.inputs)), moves)
             moving.update(x for x, moves in zip(step.outputs, results, strict=True) if moves)
         again.gradients += [x for k, x in zip(step.outputs, out, strict=True) if k in terms]
         env.update(zip(step.outputs, out, strict=True))
-    return list(map(value, plan.backward.outputs))
+    return list(map(value, passes.backward.outputs))
 
 
 def _gradient_terms(backward: Flat) -> set[int]:
@@ -211,31 +207,23 @@ def _gradient_terms(backward: Flat) -> set[int]:
     return found
 
 
-def _scan_backward(
-    plan: Plan,
-    step: Step,
-    values: Values,
-    value: Callable,
-    by: Precisions,
-    again: Again,
-    moves: Sequence[bool],
-) -> list[Any]:
+def _scan_backward(step: Step, value: Callable, again: Again, moves: Sequence[bool]) -> list[Any]:
     """Evaluates the transpose of a loop on what the steps of the loop kept. What it carries are
     cotangents; `moves` tells which of its other operands depend on one."""
-    inner, (scan, places) = plan.loops[id(step)], plan.stacked[id(step)]
+    passes, by = again.passes, again.by
+    inner, (scan, places) = passes.loops[id(step)], passes.stacked[id(step)]
+    kept = again.values.loops[id(scan)]
     outside = {
         k: again(x)
         for k, x in zip(inner.forward.inputs, scan.inputs, strict=False)
-        if k in inner.operands and k not in values.loops[id(scan)].operands
+        if k in inner.operands and k not in kept.operands
     }
-    n_consts, n_carry = scan_counts(step.eqn)
-    carried = range(n_consts, n_consts + n_carry)
+    carried = carried_by(step.eqn)
     pairs = enumerate(zip(inner.backward.inputs, moves, strict=True))
     still = {k for i, (k, moves) in pairs if not moves and i not in carried}
     first = min(places)
     args = [
-        (values.loops[id(scan)] if i == first else ()) if i in places else value(x)
-        for i, x in enumerate(step.inputs)
+        (kept if i == first else ()) if i in places else value(x) for i, x in enumerate(step.inputs)
     ]
 
     def body(*args):
@@ -245,7 +233,7 @@ def _scan_backward(
             for i, (k, x) in enumerate(zip(inner.backward.inputs, args, strict=True))
             if i not in places
         }
-        return run_backward(inner, own, operands, by, Again(inner, own, by, outside), still)
+        return run_backward(Again(inner, own, by, outside), operands, still)
 
     with in_context_of(step.eqn):
         return rebind(step.eqn, args, [body])
@@ -294,11 +282,11 @@ def value_and_pullback(
     cotangents = len(jax.tree.leaves(shapes[0]))
     residuals = len(backward.inputs) - cotangents
     wanted = dict(zip(backward.inputs[:residuals], forward.outputs[count:], strict=True))
-    plan = make_plan(forward, backward, wanted, operand_facts, by.half)
-    results, values = run_forward(plan, jax.tree.leaves((moving, fixed)), by, range(count))
+    passes = passes_of(forward, backward, wanted, operand_facts, by.half)
+    results, values = run_forward(passes, jax.tree.leaves((moving, fixed)), by, range(count))
     out, aux = jax.tree.unflatten(jax.tree.structure(shapes), results[:count])
     trees = jax.tree.structure(moving), backward.inputs[residuals:]
-    return out, Pullback(values, plan, by, trees), aux
+    return out, Pullback(values, passes, by, trees), aux
 
 
 @jax.tree_util.register_dataclass
@@ -307,17 +295,15 @@ class Pullback:
     """Maps a cotangent of a result to the gradient. Its leaves are what is kept for that."""
 
     values: Values
-    plan: Plan = eqx.field(static=True)
+    passes: Passes = eqx.field(static=True)
     by: Precisions = eqx.field(static=True)
     names: tuple[Any, tuple[int, ...]] = eqx.field(static=True)
 
     def __call__(self, cotangent: Any) -> Any:
         structure, inputs = self.names
         own = dict(zip(inputs, jax.tree.leaves(cotangent), strict=True))
-        again = Again(self.plan, self.values, self.by, {})
-        return jax.tree.unflatten(
-            structure, run_backward(self.plan, self.values, own, self.by, again)
-        )
+        again = Again(self.passes, self.values, self.by, {})
+        return jax.tree.unflatten(structure, run_backward(again, own))
 
 
 def _transposed(fun: Callable, moving: Any, fixed: Any) -> tuple[tuple, Any]:

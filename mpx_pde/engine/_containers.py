@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from .._util._varying import match_varying_axes
 from ..checkpoint_policies import translate
 from ..program._jaxpr import bodies_of
-from ..program._rebind import rebind, scan_counts
+from ..program._rebind import carried_by, operands_in, rebind
 from ._custom import custom_jvp, custom_vjp
 from ._roles import takes_derivatives
 from ._storage import DEEP, WILD, Staged, Value, array_of
@@ -111,15 +111,15 @@ class Containers:
         return self._full(x, stage) if is_inexact(value) else Staged(Jet(value), init.stage)
 
     def _scan(self, eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
-        n_consts, n_carry = scan_counts(eqn)
-        n = n_consts + n_carry
+        places = carried_by(eqn)
+        n_consts, n, n_carry = places.start, places.stop, len(places)
         consts = list(map(self.shared, operands[:n_consts]))
         init = list(map(self.loaded, operands[n_consts:n]))
         top = _highest(eqn, operands)
         others = (s for s in _stages(operands) if s < WILD)
         stage = max((*_stages(init), *others), default=DEEP)
         scanned = self._turned(operands[n:])
-        (body,), onward = bodies_of(eqn), [(i, n_consts + i) for i in range(n_carry)]
+        (body,), onward = bodies_of(eqn), list(enumerate(places))
 
         def step_at(stage, *values):
             out = self._inside(body, values, onward)
@@ -149,20 +149,19 @@ class Containers:
 
     def _while(self, eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
         test, body = bodies_of(eqn)
-        first, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        top = _highest(eqn, operands)
-        n = first + n_body
-        carry = range(n, len(operands))
+        of_test, of_body = operands_in(eqn)
+        n, top = carried_by(eqn).start, _highest(eqn, operands)
 
         def proceed(*values):
             # In the compute dtype, like the step, and from the values alone.
             bare = [x.only(()) if isinstance(x, Staged) else x for x in values]
-            return list(map(array_of, self._inside(test, bare, (), (*range(first), *carry))))
+            return list(map(array_of, self._inside(test, bare, (), of_test)))
 
         def step(*values):
-            out = self._inside(body, values, (), (*range(first, n), *carry))
+            out = self._inside(body, values, (), of_body)
             self.overflows.clear()  # It has no backward pass.
-            return [self._carried(y, x, top) for y, x in zip(out, values[n_body:], strict=True)]
+            given = values[len(values) - len(out) :]
+            return [self._carried(y, x, top) for y, x in zip(out, given, strict=True)]
 
         outside = map(self.shared, operands[:n])
         init = [self._full(self.loaded(x), top) for x in operands[n:]]
@@ -172,8 +171,8 @@ class Containers:
 
     def _cond(self, eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
         index, *rest = operands
-        places = range(1, len(operands))
-        branches = [lambda *rest, b=b: self._inside(b, rest, places=places) for b in bodies_of(eqn)]
+        pairs = zip(bodies_of(eqn), operands_in(eqn), strict=True)
+        branches = [lambda *rest, b=b, at=at: self._inside(b, rest, places=at) for b, at in pairs]
         every = list(zip(*(self._shapes(b, *rest) for b in branches), strict=True))
 
         def alike(branch):

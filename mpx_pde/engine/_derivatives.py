@@ -22,13 +22,15 @@ from ..program._flat import Step, flatten
 from ..program._jaxpr import asks_what_moves, aval_of, bodies_of
 from ..program._lines import line_of, site_of
 from ..program._references import with_references_inside
+from ._biases import is_biased, is_weighted
 from ._containers import Containers
 from ._custom import own_in_compute_dtype
 from ._evaluate import AbstractEvaluator, entering
-from ._products import Product, is_biased, is_weighted, only_names
-from ._segments import Part, StreamRole, roles_of
+from ._segments import Part
 from ._storage import Storage, add_overflow
-from .taylor._jets import Jet, is_inexact, is_traced
+from ._stream_products import Product
+from ._stream_roles import StreamRoles, roles_of
+from .taylor._jets import Jet, is_inexact, is_traced, primal_of
 from .taylor._known import folded, only_moves
 from .taylor._moments import with_moments
 from .taylor._plan import Index, Plan, sum_key
@@ -96,7 +98,7 @@ class Scaled:
 
 
 @dataclasses.dataclass(frozen=True)
-class Derivatives(AbstractEvaluator[StreamRole]):
+class Derivatives(AbstractEvaluator[StreamRoles]):
     """An evaluation of a program on streams.
 
     **Attributes:**
@@ -131,13 +133,13 @@ class Derivatives(AbstractEvaluator[StreamRole]):
     ) -> list[Any]:
         """Returns the results of a jaxpr. Operands and results are [`Staged`][] or arrays.
 
-        Only the streams that are `asked` for are valid, by default all (see `StreamRole`). If the
+        Only the streams that are `asked` for are valid, by default all (see `StreamRoles`). If the
         jaxpr is the step of a loop, `carried` pairs results with the operands that they become.
         """
         flat = with_references_inside(flatten(closed, forward_mode=True))
         env, stages = entering(flat, operands)
         flat = with_moments(flat, stages, by_deviations=self.product.open)
-        plan, narrow = self.rules.plan, {flat.inputs[i] for i in halves}
+        plan, narrow = self.rules.algebra.plan, {flat.inputs[i] for i in halves}
         roles = roles_of(
             flat,
             stages,
@@ -151,7 +153,7 @@ class Derivatives(AbstractEvaluator[StreamRole]):
         _hold(env, tuple(env), roles)
         return self._run(flat, env, roles)
 
-    def _part(self, part: Part, env: dict[int, Any], roles: StreamRole, alike: dict) -> None:
+    def _part(self, part: Part, env: dict[int, Any], roles: StreamRoles, alike: dict) -> None:
         for step in part.steps:
             roles.reach(step)
         if not part.alone and self.scaled is not None:
@@ -166,19 +168,19 @@ class Derivatives(AbstractEvaluator[StreamRole]):
         if not roles.still.issuperset(part.inputs):
             _hold(env, part.outputs, roles)
 
-    def _opened(self, part: Part, values: Sequence[Any], roles: StreamRole) -> dict[int, Any]:
+    def _opened(self, part: Part, values: Sequence[Any], roles: StreamRoles) -> dict[int, Any]:
         # Some functions insist on having no derivative, and a derivative of zeros is one.
         env = dict(zip(part.inputs, map(_whole, values), strict=True))
         _hold(env, part.inputs, roles)
         return env
 
     def _again(
-        self, layer: Callable, part: Part, values: Sequence[Any], roles: StreamRole
+        self, layer: Callable, part: Part, values: Sequence[Any], roles: StreamRoles
     ) -> Callable[[list], list]:
         run = jax.checkpoint(layer) if part.checkpointed else layer
         return (lambda traced: run(_after_gradients(traced))) if part.multiplies else run
 
-    def _kept(self, x: int, value: Any, part: Part, roles: StreamRole) -> Any:
+    def _kept(self, x: int, value: Any, part: Part, roles: StreamRoles) -> Any:
         leaves = not part.alone and x in roles.stored and isinstance(value, Jet)
         return self.storage.stored(value) if leaves else value
 
@@ -188,12 +190,12 @@ class Derivatives(AbstractEvaluator[StreamRole]):
         outside = step.name in tables.PRODUCTS and not site_of(step.eqn).users
         return self.caller if outside else None
 
-    def _result(self, x: int, value: Any, aval: Any, roles: StreamRole) -> Any:
+    def _result(self, x: int, value: Any, aval: Any, roles: StreamRoles) -> Any:
         if not isinstance(value, Jet):
             return value
         for key, stream in value.streams.items():
             # Otherwise it would be broadcast the wrong way.
-            want = self.rules.plan.shape(key, aval.shape)
+            want = self.rules.algebra.plan.shape(key, aval.shape)
             assert np.shape(stream) == want, (key, np.shape(stream), want)
         return self.storage.computed(value.only(roles.asked_of(x)), aval.dtype)
 
@@ -205,14 +207,14 @@ class Derivatives(AbstractEvaluator[StreamRole]):
     def _line(self, step: Step) -> str:
         return line_of(step.eqn, (*self.around, *step.calls))
 
-    def _governs(self, step: Step, operands: Sequence[Any], roles: StreamRole) -> bool:
+    def _governs(self, step: Step, operands: Sequence[Any], roles: StreamRoles) -> bool:
         return any(isinstance(x, Jet) for x in operands)
 
     def _computed(
-        self, step: Step, operands: list[Any], held: Sequence[bool], roles: StreamRole
+        self, step: Step, operands: list[Any], held: Sequence[bool], roles: StreamRoles
     ) -> Sequence[Any]:
         eqn, name = step.eqn, step.name
-        if only_names(eqn, operands, self.storage):
+        if _only_names(eqn, operands, self.storage):
             # The value stays as it is and is loaded each time that it is used.
             self._record(step, "convert")
             return operands
@@ -230,7 +232,7 @@ class Derivatives(AbstractEvaluator[StreamRole]):
             operands = [x if x is jet else summed_apart(x, jet.primal) for x in operands]
         apply = partial(rule.apply, self.rules)
         if only_moves(step, operands):
-            out = folded(apply, eqn, operands, self.rules.plan)
+            out = folded(apply, eqn, operands, self.rules.algebra.plan)
         else:
             out = apply(eqn, operands)
         if biased or weighted:
@@ -239,7 +241,7 @@ class Derivatives(AbstractEvaluator[StreamRole]):
         self._record(step, rule.name)
         return out
 
-    def _loaded(self, step: Step, operands: Sequence[Any], roles: StreamRole) -> list[Any]:
+    def _loaded(self, step: Step, operands: Sequence[Any], roles: StreamRoles) -> list[Any]:
         """Returns operands as rules and loops take them: in the compute dtype, scaled."""
         operands = roles.needed(step, operands)
         if self.scaled is not None and not only_moves(step, operands):
@@ -250,7 +252,7 @@ class Derivatives(AbstractEvaluator[StreamRole]):
     def _enters(self, step: Step, operands: Sequence[Any]) -> bool:
         return step.name in tables.LOOPS and any(isinstance(x, Jet) for x in operands)
 
-    def _entered(self, step: Step, operands: list[Any], roles: StreamRole) -> list[Any]:
+    def _entered(self, step: Step, operands: list[Any], roles: StreamRoles) -> list[Any]:
         eqn, around = step.eqn, (*self.around, *step.calls)
         operands = self._loaded(step, operands, roles)
         scaled = self.scaled and dataclasses.replace(self.scaled, overflows={})
@@ -262,7 +264,7 @@ class Derivatives(AbstractEvaluator[StreamRole]):
             return [self.storage.loaded(x, aval.dtype) for x, aval in pairs]
 
         enter = Containers(
-            self.rules.plan,
+            self.rules.algebra.plan,
             program,
             self.storage.loaded,
             shared=lambda x: x,
@@ -280,7 +282,7 @@ class Derivatives(AbstractEvaluator[StreamRole]):
         why = _NO_REVERSE.format(line_of(eqn, around))
         return [jax.tree.map(partial(_forward_only, why), x) for x in out]
 
-    def _without_rule(self, step: Step, operands: list[Any], roles: StreamRole) -> list[Jet]:
+    def _without_rule(self, step: Step, operands: list[Any], roles: StreamRoles) -> list[Jet]:
         """Returns the results of an equation by nested forward mode. Those of a solve are linear in
         its right-hand side."""
         eqn, name = step.eqn, step.name
@@ -298,22 +300,31 @@ class Derivatives(AbstractEvaluator[StreamRole]):
         asked = asks_what_moves(eqn)
         moves = [i for i, x in enumerate(step.inputs) if asked and x in roles.moving]
         self._record(step, "nested", "no rule: by nested forward mode")
-        return self.rules.nested(own, operands, moves)
+        return self.rules.algebra.nested(own, operands, moves)
 
-    def _multiplied(self, step: Step, operands: list[Any], roles: StreamRole) -> list[Any]:
+    def _multiplied(self, step: Step, operands: list[Any], roles: StreamRoles) -> list[Any]:
         operands = roles.needed(step, operands)
         jets = [x for x in operands if isinstance(x, Jet)]
         known = {k for x in jets for k, s in x.streams.items() if not is_traced(s)}
         late = len(jets) == 1
         if self.scaled is not None and not late:
             operands = [self.scaled.entering(x) if isinstance(x, Jet) else x for x in operands]
-        (out,), how = self.product(step, operands, roles, self.storage, self.rules)
+        (out,), how = self.product(step, operands, roles, self.storage, self.rules.algebra)
         if self.scaled is not None and late:
             # The product with a known direction is cheaper than that with a scaled one.
             scaled = self.scaled.all_of({k: s for k, s in out.streams.items() if k in known})
             out = dataclasses.replace(out, streams={**out.streams, **scaled})
         self._record(step, "product", how)
         return [out]
+
+
+def _only_names(eqn: JaxprEqn, operands: Sequence[Any], storage: Storage) -> bool:
+    """Returns whether an equation is a cast of a stored value to the compute dtype, which
+    needs no computation."""
+    if eqn.primitive.name not in tables.CASTS:
+        return False
+    x, new = primal_of(operands[0]), eqn.params["new_dtype"]
+    return new == storage.compute and isinstance(operands[0], Jet) and storage.is_stored(x)
 
 
 def _applies(eqn: JaxprEqn) -> bool:
@@ -357,7 +368,7 @@ def _forward_only(why: str, x: Any) -> Any:
     return forward_only(x, why) if is_traced(x) and is_inexact(x) else x
 
 
-def _hold(env: dict[int, Any], keys: Iterable[int], roles: StreamRole) -> None:
+def _hold(env: dict[int, Any], keys: Iterable[int], roles: StreamRoles) -> None:
     """Stops the gradients of values whose derivatives lead nowhere. Known values stay known."""
     hold = lambda x: lax.stop_gradient(x) if is_traced(x) else x
     env.update((k, jax.tree.map(hold, env[k])) for k in keys if k in roles.still)

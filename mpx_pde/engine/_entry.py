@@ -32,8 +32,9 @@ from ._custom import custom_in_compute_dtype, own_in_compute_dtype
 from ._derivatives import Derivatives, Scaled
 from ._facts import DATA, MASTER, Fact
 from ._precisions import Precisions
-from ._products import Product
 from ._storage import RAW, Staged, Storage, typed
+from ._stream_products import Product
+from .taylor._algebra import Algebra
 from .taylor._jets import Jet, is_inexact
 from .taylor._plan import Index, Plan
 from .taylor._rules import Rules
@@ -125,20 +126,22 @@ def propagate(
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         with precision_of_user():
             closed = jax.make_jaxpr(fun)(point)
-        rules = Rules(plan, weights, custom_in_compute_dtype, summed=not in_full_forward())
+        algebra = Algebra(plan, weights)
+        rules = Rules(algebra, custom_in_compute_dtype, summed=not in_full_forward())
         evaluator = _evaluator(closed, rules, scales, note)
         overflows: dict[Index, Array] = {}
         if evaluator.scaled is not None:
             overflows = evaluator.scaled.overflows
-            rules = dataclasses.replace(rules, factors=evaluator.scaled.weights(plan, weights))
+            algebra = Algebra(plan, evaluator.scaled.weights(plan, weights))
+            rules = dataclasses.replace(rules, algebra=algebra)
             evaluator = dataclasses.replace(evaluator, rules=rules)
         streams: dict[Index, Any] = {(i,): x for i, x in enumerate(seeds) if (i,) in plan.indices}
-        for key in rules.weights:
-            first = rules.gather(key, lambda i: [(1, seeds[i[0]])] if len(i) == 1 else ())
+        for key in algebra.weights:
+            first = algebra.gather(key, lambda i: [(1, seeds[i[0]])] if len(i) == 1 else ())
             if first is not None:
                 streams[key] = first
 
-        asked = {*plan.asked, *rules.weights}
+        asked = {*plan.asked, *algebra.weights}
         (out,) = evaluator.program(closed, [Staged(Jet(point, streams), RAW)], asked)
         if not isinstance(out, Staged):
             return widen(jnp.asarray(out)), {}, overflows

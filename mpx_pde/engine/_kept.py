@@ -13,15 +13,15 @@ import numpy as np
 
 from ..program import _tables as tables
 from ..program._deviations import with_deviations_once
-from ..program._flat import Constant, Flat, Step, flatten, variables
+from ..program._flat import Constant, Flat, Step, dependent, flatten, variables
 from ..program._jaxpr import aval_of, bodies_of, size_of as entries_of
-from ..program._rebind import bodies_in, scan_counts
+from ..program._rebind import bodies_in, carried_by
 from ._facts import COMPUTED, CONSTANT, Fact, Facts, can_round, facts_of
-from ._keeping import chosen, unrounded
+from ._minimum_cut import chosen
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Plan:
+class Passes:
     """A forward program, a backward program, and what is kept in between.
 
     **Attributes:**
@@ -32,7 +32,7 @@ class Plan:
     - `facts`: the facts of the variables of the forward program.
     - `kept`: for each variable that is kept, whether it is rounded.
     - `operands`: those of the forward program that the backward one needs.
-    - `loops`: the plan of the bodies of a `scan` and its transpose, by the `id` of both steps.
+    - `loops`: the passes of the bodies of a `scan` and its transpose, by the `id` of both steps.
     - `stacked`: for the step of such a transpose, the `scan` and the positions of the operands that
         it stacked, each with the position of the result.
     """
@@ -43,24 +43,24 @@ class Plan:
     facts: Facts
     kept: dict[int, bool]
     operands: tuple[int, ...]
-    loops: dict[int, "Plan"]
+    loops: dict[int, "Passes"]
     stacked: dict[int, tuple[Step, dict[int, int]]]
 
 
-def make_plan(
+def passes_of(
     forward: Flat,
     backward: Flat,
     wanted: dict[int, int | Constant],
     operand_facts: Sequence[Fact],
     half: np.dtype,
     moving: Collection[int] | None = None,
-) -> Plan:
-    """Plans what a program keeps. `operand_facts` are those of the forward program, and `moving`
-    the operands of the backward one that depend on a cotangent: all that are not `wanted`, if not
-    given."""
+) -> Passes:
+    """Returns both passes of a program, with what is kept. `operand_facts` are those of the forward
+    program, and `moving` the operands of the backward one that depend on a cotangent: all that are
+    not `wanted`, if not given."""
     facts = facts_of(forward, operand_facts, half)
     moving = {*backward.inputs} - wanted.keys() if moving is None else moving
-    moves = _moving_in(backward, moving)
+    moves = dependent(backward, moving)
     loops, stacked = _loops_of(forward, backward, wanted, facts, half, moves)
     inside = {t.inputs[i] for t in backward.steps if id(t) in stacked for i in stacked[id(t)][1]}
     reads = {x for k, x in wanted.items() if k not in inside and not isinstance(x, Constant)}
@@ -92,7 +92,20 @@ def make_plan(
     kept = {x: rounds(x) and x not in small for x in kept}
     needs = _closure(reads, operands, kept)
     needed = tuple(x for x in forward.inputs if x in needs and x in free)
-    return Plan(forward, backward, wanted, facts, kept, needed, loops, stacked)
+    return Passes(forward, backward, wanted, facts, kept, needed, loops, stacked)
+
+
+def unrounded(sizes: Mapping[int, int]) -> set[int]:
+    """Returns the smallest of some arrays, which together take a thirty-second of their bytes at
+    most. Rounding these saves nothing."""
+    total, out = sum(sizes.values()), set[int]()
+    left = total / 32
+    for x in sorted(sizes, key=lambda x: sizes[x]):
+        left -= sizes[x]
+        if left < 0:
+            break
+        out.add(x)
+    return out
 
 
 _MULTIPLIES = tables.PRODUCTS | tables.SCALINGS | tables.SELECTS
@@ -102,16 +115,6 @@ _MOVES = tables.SAME | tables.NEGATIONS
 
 _MULTIPLIED_INSIDE = (tables.CALLS | tables.LOOPS | {"shard_map"}) - tables.UNBOUNDED
 """Containers that JAX's own derivatives are in."""
-
-
-def _moving_in(backward: Flat, moving: Collection[int]) -> set[int]:
-    """Returns the values of a backward program that depend on a cotangent, given the operands that
-    do."""
-    found = set(moving)
-    for step in backward.steps:
-        if not found.isdisjoint(step.variables):
-            found.update(step.outputs)
-    return found
 
 
 def _read_exactly(backward: Flat, wanted: Collection[int], moves: set[int]) -> set[int]:
@@ -148,7 +151,7 @@ def _multiplied_inside(step: Step, of: Mapping[int, set[int]], moves: set[int]) 
         there = [(i, k, x) for i, (k, x) in pairs if not isinstance(x, Constant)]
         inside = {k: of[x] for i, k, x in there if i not in carried and x in of}
         moving = {k for i, k, x in there if x in moves or i in carried}
-        own_moves = _moving_in(flat, moving)
+        own_moves = dependent(flat, moving)
         exact.update(*(inside[k] for k in _read_exactly(flat, inside, own_moves)))
     return reached - exact
 
@@ -167,11 +170,11 @@ def _closure(
     return found
 
 
-def _closed_over(plan: Plan, scan: Step) -> list[int]:
+def _closed_over(passes: Passes, scan: Step) -> list[int]:
     """Returns the variables outside of a loop that its body needs on the way back."""
-    n_consts, _ = scan_counts(scan.eqn)
-    pairs = zip(plan.forward.inputs[:n_consts], scan.inputs[:n_consts], strict=True)
-    return [x for k, x in pairs if k in plan.operands and not isinstance(x, Constant)]
+    n_consts = carried_by(scan.eqn).start
+    pairs = zip(passes.forward.inputs[:n_consts], scan.inputs[:n_consts], strict=True)
+    return [x for k, x in pairs if k in passes.operands and not isinstance(x, Constant)]
 
 
 def _loops_of(
@@ -181,18 +184,18 @@ def _loops_of(
     facts: Facts,
     half: np.dtype,
     moves: set[int],
-) -> tuple[dict[int, Plan], dict[int, tuple[Step, dict[int, int]]]]:
+) -> tuple[dict[int, Passes], dict[int, tuple[Step, dict[int, int]]]]:
     """Finds the loops of the backward program that transpose loops of the forward one, and plans
     what is kept in each of their steps. `moves` are the values of the backward program that depend
     on a cotangent."""
-    loops: dict[int, Plan] = {}
+    loops: dict[int, Passes] = {}
     stacked: dict[int, tuple[Step, dict[int, int]]] = {}
     for t in backward.steps:
         found = _stacked_by(forward, backward, wanted, t) if t.name == "scan" else []
         found = [(s, places) for s, places in found if id(s) not in loops]
         if found:
             s, places = max(found, key=lambda pair: len(pair[1]))
-            loops[id(s)] = loops[id(t)] = _plan_of_bodies(s, t, places, facts, half, moves)
+            loops[id(s)] = loops[id(t)] = _passes_of_bodies(s, t, places, facts, half, moves)
             stacked[id(t)] = s, places
     return loops, stacked
 
@@ -204,7 +207,7 @@ def _stacked_by(
     and the positions of the operands that they stacked and of their results. Operands that other
     steps read, too, are left out."""
     of = {x: k for k, x in wanted.items() if not isinstance(x, Constant)}
-    first = sum(scan_counts(t.eqn))
+    first = carried_by(t.eqn).stop
     read_once = {x: i for i, x in enumerate(t.inputs) if i >= first and t.inputs.count(x) == 1}
     for step in backward.steps:
         for x in step.variables if step is not t else ():
@@ -212,7 +215,7 @@ def _stacked_by(
     out = []
     for s in forward.steps:
         if s.name == "scan" and _transposes(t, s):
-            results = list(enumerate(s.outputs))[scan_counts(s.eqn)[1] :]
+            results = list(enumerate(s.outputs))[len(carried_by(s.eqn)) :]
             places = {read_once[k]: i for i, y in results if (k := of.get(y)) in read_once}
             out += [(s, places)] if places else []
     return out
@@ -223,28 +226,27 @@ def _transposes(t: Step, s: Step) -> bool:
     return same and t.eqn.params["reverse"] != s.eqn.params["reverse"]
 
 
-def _plan_of_bodies(
+def _passes_of_bodies(
     s: Step,
     t: Step,
     places: dict[int, int],
     facts: Facts,
     half: np.dtype,
     moves: set[int],
-) -> Plan:
+) -> Passes:
     bodies = [flatten(bodies_of(x.eqn)[0], forward_mode=False, sharded=True) for x in (s, t)]
     forward, backward = with_deviations_once(bodies[0]), bodies[1]
-    n_consts, n_carry = scan_counts(s.eqn)
+    carried = carried_by(s.eqn)
     operand_facts = []
     for i, x in enumerate(s.inputs):
         fact = Fact(CONSTANT, number=facts.number(x)) if isinstance(x, Constant) else facts.of[x]
-        if n_consts <= i < n_consts + n_carry:
+        if i in carried:
             width = entries_of(aval_of(s.eqn.invars[i]))
             fact = fact._replace(
                 level=COMPUTED, exact=False, width=width, number=None, centered=False
             )
         operand_facts.append(fact._replace(sign=None, root=None))
     wanted = {backward.inputs[i]: forward.outputs[p] for i, p in places.items()}
-    n_consts, n_carry = scan_counts(t.eqn)
-    carried = backward.inputs[n_consts : n_consts + n_carry]
+    sums = [backward.inputs[i] for i in carried_by(t.eqn)]
     moving = {k for k, x in zip(backward.inputs, t.inputs, strict=True) if x in moves}
-    return make_plan(forward, backward, wanted, operand_facts, half, moving.union(carried))
+    return passes_of(forward, backward, wanted, operand_facts, half, moving.union(sums))

@@ -6,9 +6,9 @@ may be stored in half, between products and for the backward pass.
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,91 +18,44 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ..products._order import rounded_cotangent
 from ..program import _tables as tables
-from ..program._flat import Constant, Flat, Step, flatten, variables
+from ..program._flat import Flat, Step, flatten, variables
 from ..program._jaxpr import bodies_of, contains, is_container, own_bind
 from ..program._lines import source_of
-from ..program._products import asks_for_more, says_its_dtype
+from ._biases import is_biased
 from ._containers import ENTERED, Containers
 from ._custom import own_in_compute_dtype
 from ._derivative_of import with_derivative_of
-from ._differences import Wide, wide_in
 from ._evaluate import AbstractEvaluator, entering
+from ._mixed_roles import (
+    INTO_A_SOLVE,
+    OF_DERIVATIVES,
+    MixedRoles,
+    PrecisionRule,
+    full_in,
+    instead_of_halves,
+    moves_masters,
+    rule_of,
+    scores_in,
+)
 from ._near import near_numbers, summed_in
-from ._products import FULL, full_product, gives_way, half_product, is_biased, split_product
-from ._roles import AbstractRole, as_key, is_wild
+from ._products import FULL, full_product, gives_way, half_product, split_product
+from ._roles import is_wild
 from ._segments import Part, is_light, multiplied_only
 from ._storage import DEEP, WILD, Staged, Storage, Value, array_of
+from ._unrounded import Wide, wide_in
+from .taylor._algebra import Algebra
 from .taylor._jets import Jet, cast, is_inexact, primal_of
 from .taylor._moments import moments_p, with_moments
 from .taylor._plan import Plan
 from .taylor._rules import Rules
 
 
-_RULES_OF_VALUES = Rules(Plan(()))
+_RULES_OF_VALUES = Rules(Algebra(Plan(())))
 """The rules for values without streams."""
 
 
-class Rule(NamedTuple):
-    """The way in which an equation is evaluated.
-
-    **Attributes:**
-
-    - `name`: `"product"`, `"mixed"`, `"full"`, `"half"`, `"follow"`, `"layout"`, `"convert"` or
-        `"own"` (the dtypes of the program).
-    - `reason`: why it is evaluated in this way.
-    - `known`: whether the primitive has a row in the table.
-    - `asked`: whether an override asks for float32.
-    """
-
-    name: str
-    reason: str
-    known: bool = True
-    asked: bool = False
-
-
 @dataclasses.dataclass(frozen=True)
-class MixedRole(AbstractRole):
-    """The facts for an evaluation in which each equation has a precision of its own.
-
-    **Attributes:**
-
-    - `stored`: the variables that count as half. The evaluation adds those that it finds.
-    - `rules`: the rule of each equation, by the `id` of its step.
-    - `near`: the variables that are not rounded when they leave a layer, see `near_numbers` and
-        `wide_in`.
-    - `solved`: the variables that reach a factorization or a solve, see `wide_in`.
-    - `scores`: the results of products of many matrices, such as the scores of attention.
-    - `numbers`: the masters that are numbers known while tracing. The evaluation adds them.
-    """
-
-    stages: dict[int, int]
-    final: set[int]
-    stored: set[int]
-    rules: dict[int, Rule]
-    near: set[int]
-    solved: set[int]
-    scores: set[int]
-    numbers: dict[int, Any]
-    unlayered: ClassVar = frozenset[int]()
-
-    def of(self, x: int) -> tuple[Hashable, ...]:
-        sets = self.final, self.stored, self.scores, self.near
-        return self.stages.get(x), as_key(self.numbers.get(x)), *(x in every for every in sets)
-
-    def stage_of(self, x: int | Constant) -> int | None:
-        return None if isinstance(x, Constant) else self.stages.get(x)
-
-    def rule(self, step: Step) -> Rule:
-        return self.rules[id(step)]
-
-    def kind(self, step: Step) -> str:
-        # Slow equations and products are not evaluated again. Moves of masters are, so that what
-        # masters are broadcast to is not kept.
-        return "light" if is_light(step.eqn) else "alone"
-
-
-@dataclasses.dataclass(frozen=True)
-class Mixed(AbstractEvaluator[MixedRole]):
+class Mixed(AbstractEvaluator[MixedRoles]):
     """An evaluation of a program without streams.
 
     A value is an array or a jet without streams. Arrays are masters, or masters that were moved.
@@ -143,7 +96,7 @@ class Mixed(AbstractEvaluator[MixedRole]):
         self,
         closed: ClosedJaxpr,
         operands: Sequence[Any],
-        near: Sequence[int] | None = None,
+        unrounded: Sequence[int] | None = None,
         solved: Sequence[int] = (),
         carried: Sequence[tuple[int, int]] | None = None,
         **_: Any,
@@ -153,8 +106,8 @@ class Mixed(AbstractEvaluator[MixedRole]):
         if self.listener is None:
             # A listener overrides and reports the program as it is.
             flat = with_moments(flat, env)
-        rounds = near_numbers(flat, near or (), carried or ())
-        wide = wide_in(flat, near, solved, carried or ())
+        rounds = near_numbers(flat, unrounded or (), carried or ())
+        wide = wide_in(flat, unrounded, solved, carried or ())
         roles = self._roles(flat, env, stages, rounds, wide)
         out = self._run(flat, env, roles)
         if self.listener is not None:
@@ -168,30 +121,30 @@ class Mixed(AbstractEvaluator[MixedRole]):
         stages: dict[int, int],
         near: set[int],
         wide: Wide,
-    ) -> MixedRole:
+    ) -> MixedRoles:
         """Returns the roles of variables, given those that are `near` a number (`near_numbers`),
         and those that are `wide` because of what follows (`wide_in`).
         `stored` holds halves, and computed values that only half products read; the evaluation adds
-        the others. `final` holds the variables that must not be stored in half."""
+        the others."""
         rules = {id(s): self._rule(s.eqn, (*self.around, *s.calls)) for s in flat.steps}
         for step in flat.steps:
-            if not _moves_masters(step, stages):
+            if not moves_masters(step, stages):
                 # Derivatives would overflow or vanish in float16.
                 wild = self.dtype == np.float16 and is_wild(step, stages)
                 stages.update(dict.fromkeys(step.outputs, WILD if wild else DEEP))
             if any(stages.get(x) == WILD for x in step.variables):
-                rules[id(step)] = _instead_of_halves(step, rules[id(step)], _OF_DERIVATIVES)
+                rules[id(step)] = instead_of_halves(step, rules[id(step)], OF_DERIVATIVES)
             if not wide.solved.isdisjoint(step.outputs):
-                rules[id(step)] = _instead_of_halves(step, rules[id(step)], _INTO_A_SOLVE)
+                rules[id(step)] = instead_of_halves(step, rules[id(step)], INTO_A_SOLVE)
         stored = {k for k, x in env.items() if self._is_half(x)}
         if self.algorithm is None:
             outputs, is_half = variables(flat.outputs), lambda s: rules[id(s)].name == "product"
             stored |= stages.keys() & multiplied_only(flat.steps, outputs, is_half, tables.LAYOUT)
-        final, scores = _in_full(flat, bool(self.around)), _scores(flat)
-        near -= summed_in(flat, stages)
+        full, scores = full_in(flat, bool(self.around)), scores_in(flat)
+        unrounded = near - summed_in(flat, stages)
         if self.algorithm is None:
-            near |= wide.unrounded
-        return MixedRole(stages, final, stored, rules, near, wide.solved, scores, {})
+            unrounded |= wide.unrounded
+        return MixedRoles(stages, full, stored, rules, unrounded, wide.solved, scores, {})
 
     def governs(self, aval: Any) -> bool:
         """Returns whether a value is float32 or half in the program. All others (integers, bools,
@@ -199,12 +152,12 @@ class Mixed(AbstractEvaluator[MixedRole]):
         dtype = getattr(aval, "dtype", None)
         return hasattr(aval, "weak_type") and (dtype == FULL or dtype == self.dtype)
 
-    def _rule(self, eqn: JaxprEqn, around: Sequence[JaxprEqn]) -> Rule:
+    def _rule(self, eqn: JaxprEqn, around: Sequence[JaxprEqn]) -> PrecisionRule:
         half, full = self.listener.overrides(eqn, around) if self.listener else (None, None)
         name, asked = eqn.primitive.name, full is not None
         governed = sum(self.governs(v.aval) for v in eqn.invars)
         if not governed:
-            return Rule("own", "none of its operands is float32 or half", asked=asked)
+            return PrecisionRule("own", "none of its operands is float32 or half", asked=asked)
         rule = rule_of(eqn)
         if sum(is_inexact(v.aval) for v in eqn.invars) > governed:
             return rule._replace(name="own", asked=asked)
@@ -213,12 +166,14 @@ class Mixed(AbstractEvaluator[MixedRole]):
         if rule.name in ("own", "convert"):
             return rule
         if asked:
-            return Rule("full", f"full={full!r}", asked=True)
+            return PrecisionRule("full", f"full={full!r}", asked=True)
         if half is not None:
-            return Rule("product" if name in tables.JAX_PRODUCTS else "half", f"half={half!r}")
+            return PrecisionRule(
+                "product" if name in tables.JAX_PRODUCTS else "half", f"half={half!r}"
+            )
         return rule
 
-    def _part(self, part: Part, env: dict[int, Any], roles: MixedRole, alike: dict) -> None:
+    def _part(self, part: Part, env: dict[int, Any], roles: MixedRoles, alike: dict) -> None:
         if part.alone:
             self._directly(part, env, roles)
         else:
@@ -228,7 +183,7 @@ class Mixed(AbstractEvaluator[MixedRole]):
         roles.stored.update(k for k in part.outputs if self._is_half(env[k]))
 
     def _opened(
-        self, part: Part, values: Sequence[Any], roles: MixedRole, one: Any = None
+        self, part: Part, values: Sequence[Any], roles: MixedRoles, one: Any = None
     ) -> dict[int, Any]:
         # Each input is loaded once, so its cotangents are added in float32.
         env = dict(zip(part.inputs, map(self.storage.loaded, values), strict=True))
@@ -237,13 +192,13 @@ class Mixed(AbstractEvaluator[MixedRole]):
             env |= {k: Jet(env[k].primal * one) for k in scores}
         return env
 
-    def _scores_in(self, part: Part, values: Sequence[Any], roles: MixedRole) -> list[int]:
+    def _scores_in(self, part: Part, values: Sequence[Any], roles: MixedRoles) -> list[int]:
         """Returns the scores that a layer takes in half."""
         pairs = zip(part.inputs, values, strict=True)
         return [k for k, x in pairs if k in roles.scores and self._is_half(x)]
 
     def _again(
-        self, layer: Callable, part: Part, values: Sequence[Any], roles: MixedRole
+        self, layer: Callable, part: Part, values: Sequence[Any], roles: MixedRoles
     ) -> Callable[[list], list]:
         """Returns a layer that the backward pass evaluates again, if it is checkpointed and takes
         halves.
@@ -254,7 +209,9 @@ class Mixed(AbstractEvaluator[MixedRole]):
         the padding as they read. A barrier there would take a copy.
         """
         pairs = zip(part.inputs, values, strict=True)
-        stored = any(self._is_half(x) or (isinstance(x, Jet) and k in roles.near) for k, x in pairs)
+        stored = any(
+            self._is_half(x) or (isinstance(x, Jet) and k in roles.unrounded) for k, x in pairs
+        )
         if not (part.checkpointed and stored):
             return layer
         if not self._scores_in(part, values, roles):
@@ -268,8 +225,8 @@ class Mixed(AbstractEvaluator[MixedRole]):
         run = with_derivative_of(forward, jax.checkpoint(again, prevent_cse=False))
         return lambda traced: run(traced)[0]
 
-    def _kept(self, x: int, value: Any, part: Part, roles: MixedRole) -> Any:
-        stores = isinstance(value, Jet) and x in roles.stored and x not in roles.near
+    def _kept(self, x: int, value: Any, part: Part, roles: MixedRoles) -> Any:
+        stores = isinstance(value, Jet) and x in roles.stored and x not in roles.unrounded
         return self.storage.stored(value) if stores else value
 
     # One equation.
@@ -277,7 +234,7 @@ class Mixed(AbstractEvaluator[MixedRole]):
     def _source(self, step: Step) -> Any:
         return source_of(step.eqn, step.calls)
 
-    def _result(self, x: int, value: Any, aval: Any, roles: MixedRole) -> Any:
+    def _result(self, x: int, value: Any, aval: Any, roles: MixedRoles) -> Any:
         value = primal_of(value)
         if x not in roles.stages:
             return value
@@ -285,22 +242,22 @@ class Mixed(AbstractEvaluator[MixedRole]):
             roles.stored.add(x)
         return Jet(value)
 
-    def _note(self, step: Step, roles: MixedRole) -> None:
+    def _note(self, step: Step, roles: MixedRoles) -> None:
         if self.listener is not None:
             self.listener.operation(step, (*self.around, *step.calls), roles)
 
-    def _governs(self, step: Step, operands: Sequence[Any], roles: MixedRole) -> bool:
+    def _governs(self, step: Step, operands: Sequence[Any], roles: MixedRoles) -> bool:
         return roles.rule(step).name != "own"
 
     def _computed(
-        self, step: Step, operands: list[Any], held: Sequence[bool], roles: MixedRole
+        self, step: Step, operands: list[Any], held: Sequence[bool], roles: MixedRoles
     ) -> Sequence[Any]:
         self._follow(step, operands, roles)
         eqn, rule = step.eqn, roles.rule(step).name
         values = list(map(primal_of, operands))
         if not roles.stages.keys() & set(step.outputs) and step.outputs:
             return values if rule == "convert" else own_bind(eqn, values)
-        stored = bool(step.outputs) and (roles.stored - roles.near).issuperset(step.outputs)
+        stored = bool(step.outputs) and (roles.stored - roles.unrounded).issuperset(step.outputs)
         moves = rule != "convert" and not is_light(eqn) and not is_container(eqn)
         # A value may be gathered many times. Its cotangents are summed in float32.
         moves = moves and step.name not in tables.GATHERS
@@ -318,11 +275,11 @@ class Mixed(AbstractEvaluator[MixedRole]):
             return [rounded_cotangent(x, self.dtype) for x in out]
         return out
 
-    def _multiplied(self, step: Step, operands: list[Any], roles: MixedRole) -> list[Any]:
+    def _multiplied(self, step: Step, operands: list[Any], roles: MixedRoles) -> list[Any]:
         """Returns the results of a product of masters (arrays) and jets. A half product rounds a
         master inside, so its cotangent stays in float32. A jet is rounded before the product, so
         the backward pass keeps it in half. The result of a half product is in half, unless it is
-        near a number or the program names another dtype."""
+        not to be rounded or the program names another dtype."""
         eqn, rule = step.eqn, roles.rule(step).name
         values = list(map(primal_of, operands))
         if rule == "product":
@@ -338,7 +295,7 @@ class Mixed(AbstractEvaluator[MixedRole]):
         if rule == "full":
             return full_product(eqn, arrays)
         if self.algorithm is None:
-            out_dtype = FULL if step.outputs[0] in roles.near else self.dtype
+            out_dtype = FULL if step.outputs[0] in roles.unrounded else self.dtype
             return [half_product(eqn, arrays, self.dtype, out_dtype)]
         return [split_product(eqn, arrays, self.algorithm)]
 
@@ -351,12 +308,12 @@ class Mixed(AbstractEvaluator[MixedRole]):
             return True
         return not is_light(step.eqn) and any(map(self._is_half, operands))
 
-    def _entered(self, step: Step, operands: list[Any], roles: MixedRole) -> list[Any]:
+    def _entered(self, step: Step, operands: list[Any], roles: MixedRoles) -> list[Any]:
         self._follow(step, operands, roles)
         inner = dataclasses.replace(self, around=(*self.around, *step.calls, step.eqn))
-        near = [i for i, x in enumerate(step.outputs) if x in roles.near]
+        unrounded = [i for i, x in enumerate(step.outputs) if x in roles.unrounded]
         solved = [i for i, x in enumerate(step.outputs) if x in roles.solved]
-        program = partial(inner.program, near=near, solved=solved)
+        program = partial(inner.program, unrounded=unrounded, solved=solved)
         enter = Containers(Plan(()), program, self.storage.loaded, self._shared)
         staged = list(map(roles.staged, step.inputs, operands))
         return list(map(array_of, enter(step.eqn, staged)))
@@ -373,7 +330,7 @@ class Mixed(AbstractEvaluator[MixedRole]):
         normal = float(info.tiny) <= size <= float(info.max)
         return normal or size == 0 or not math.isfinite(size)
 
-    def _follow(self, step: Step, operands: Sequence[Any], roles: MixedRole) -> None:
+    def _follow(self, step: Step, operands: Sequence[Any], roles: MixedRoles) -> None:
         """Records which results of an equation count as half, and which ones are numbers that are
         known while tracing."""
         rule, outputs = roles.rule(step).name, step.outputs
@@ -383,12 +340,12 @@ class Mixed(AbstractEvaluator[MixedRole]):
         if rule == "convert":
             half = step.eqn.params["new_dtype"] == self.dtype
         else:
-            half = rule in ("follow", "layout") and roles.final.isdisjoint(outputs)
+            half = rule in ("follow", "layout") and roles.full.isdisjoint(outputs)
             half = half and self._gives_way(step, operands, numbers, roles)
         roles.stored.update(x for x in outputs if half and x in roles.stages)
 
     def _gives_way(
-        self, step: Step, operands: Sequence, numbers: Sequence, roles: MixedRole
+        self, step: Step, operands: Sequence, numbers: Sequence, roles: MixedRoles
     ) -> bool:
         """Returns whether an operand is half and no other one must stay in float32."""
         half = [x in roles.stored for x in step.inputs]
@@ -404,92 +361,8 @@ class Mixed(AbstractEvaluator[MixedRole]):
         return any(half)
 
 
-def _scores(flat: Flat) -> set[int]:
-    """Returns the results of products of many matrices, and of moves of such results."""
-    out = set[int]()
-    for step in flat.steps:
-        eqn, name = step.eqn, step.eqn.primitive.name
-        batched = name in tables.DOTS and eqn.params["dimension_numbers"][1][0]
-        moved = name in tables.MOVES and not out.isdisjoint(step.variables)
-        out.update(step.outputs if batched or moved else ())
-    return out
-
-
-_RULES = {"half": "product", "itself": "mixed", "float32": "full", "operands": "follow"}
-"""The names of rules, by the precision of an operation in the table."""
-
-
-_OF_DERIVATIVES = "multiplies derivatives, which have no scales any more"
-_INTO_A_SOLVE = "its result goes into a factorization or a solve, which magnifies errors"
-
-
-def _instead_of_halves(step: Step, rule: Rule, reason: str) -> Rule:
-    """Returns the rule for a product that is in full for a `reason`, given its rule for other
-    values. Overrides and products that name their dtype keep theirs."""
-    open = rule.name == "product" or (rule.name == "mixed" and gives_way(step.eqn))
-    if not open or rule.reason.startswith("half="):
-        return rule
-    return rule._replace(name="full", reason=reason)
-
-
-def rule_of(eqn: JaxprEqn) -> Rule:
-    """Returns the rule for an equation without overrides."""
-    name = eqn.primitive.name
-    if name in tables.JAX_PRODUCTS and asks_for_more(eqn):
-        return Rule("full", "the program asks for this precision itself")
-    if name in tables.MIXED and not says_its_dtype(eqn):
-        return Rule("mixed", "a mixed product without a dtype of its own: it is given one")
-    if name in tables.PUSHES:
-        return Rule("full" if contains(bodies_of(eqn)[0], tables.FULL) else "follow", "")
-    if name not in tables.TABLE:
-        return Rule("own", "unknown to autocast", known=False)
-    row = tables.TABLE[name]
-    engines = {"layout": "layout", "cast": "convert"}
-    return Rule(engines.get(row.engine, _RULES.get(row.precision, "own")), row.reason)
-
-
-def _number(x: Any, operand: Any, roles: MixedRole) -> Any:
+def _number(x: Any, operand: Any, roles: MixedRoles) -> Any:
     if x in roles.numbers:
         return roles.numbers[x]
     concrete = isinstance(operand, np.ndarray | np.generic) and np.ndim(operand) == 0
     return operand if concrete and is_inexact(operand) else None
-
-
-def _moves_masters(step: Step, stages: Mapping[int, int]) -> bool:
-    name, avals = step.name, [v.aval for v in step.eqn.invars]
-    if any(x in stages for x in step.variables):
-        return False
-    if not any(is_inexact(v.aval) for v in step.eqn.outvars):
-        return True
-    # A cast of booleans is a master: zeros and ones are exact in every dtype.
-    exact = (is_inexact(x) or getattr(x, "dtype", None) == np.bool_ for x in avals)
-    return name in tables.SAME and all(exact)
-
-
-_PASSED = tables.ARITHMETIC | tables.LAYOUT | tables.CHOICES
-
-
-def _in_full(flat: Flat, inside: bool) -> set[int]:
-    """Returns the results of arithmetic that stay in float32 because of their readers. A function
-    may magnify their rounding errors. A `mul` that is summed may be too large for half. Results of
-    a program `inside` of another one may be summed there."""
-    magnified, out = set[int](), set[int]()
-    elsewhere = set(variables(flat.outputs))
-    summed = set(elsewhere) if inside else set[int]()
-    for step in reversed(flat.steps):
-        name, operands = step.name, step.variables
-        arithmetic, sums = name in tables.ARITHMETIC, not summed.isdisjoint(step.outputs)
-        here = (arithmetic or name in tables.LAYOUT) and not magnified.isdisjoint(step.outputs)
-        only = name in _PASSED and elsewhere.isdisjoint(step.outputs)
-        multiplies = name in tables.MULTIPLICATIONS
-        square = multiplies and len(set(operands)) == 1 and len(operands) == 2
-        if (arithmetic and here) or (multiplies and sums and (square or only)):
-            out.update(step.outputs)
-        even = step.power is not None and step.power % 2 == 0
-        if here or even or name in tables.MAGNIFYING:
-            magnified.update(operands)
-        into_sum = name in tables.SUMS or (sums and name in _PASSED)
-        summed.update(operands if into_sum or is_container(step.eqn) else ())
-        if not (into_sum and (only or name in tables.SUMS)):
-            elsewhere.update(operands)
-    return out

@@ -14,8 +14,8 @@ from ..program import _tables as tables
 from ..program._flat import Step
 from ..program._jaxpr import (
     in_context_of,
+    is_again,
     own_bind,
-    scopes_of,
     with_jaxprs,
     with_products,
 )
@@ -23,10 +23,6 @@ from ..program._lines import source_of
 from ..program._products import KEPT_IN_HALF
 from ..program._rebind import bodies_in
 from ._products import backward_product, forward_product
-
-
-_AGAIN = "rematted_computation"
-"""The scope in which JAX evaluates a checkpoint again."""
 
 
 class Precisions(NamedTuple):
@@ -80,7 +76,7 @@ class Precisions(NamedTuple):
         """Returns an equation of the backward pass with its products rounded, and which results
         depend on a cotangent, given which operands do."""
         moving = [any(moves)] * len(eqn.outvars)
-        if not any(moves) or _AGAIN in scopes_of(eqn):
+        if not any(moves) or is_again(eqn):
             return self._forward(eqn), moving
         if eqn.primitive.name in tables.PRODUCTS:
             return backward_product(eqn, self.half), moving

@@ -2,8 +2,7 @@
 and which have no derivative."""
 
 import abc
-import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Set
 from typing import Any
 
 import equinox as eqx
@@ -14,7 +13,7 @@ from jax.extend.core import JaxprEqn
 from ..program import _tables as tables
 from ..program._flat import Constant, Flat, Step, variables
 from ..program._jaxpr import bodies_of
-from ._storage import DEEP, FIRST, RAW, WILD, Staged, Value
+from ._storage import WILD, Staged, Value
 from .taylor._jets import Jet, Operand
 
 
@@ -28,8 +27,8 @@ def as_key(x: Any) -> Hashable:
     return np.asarray(x).tobytes(), np.result_type(x), np.shape(x)
 
 
-class AbstractRole(abc.ABC):
-    """Facts about a program and its variables, which a policy collects before it is evaluated.
+class AbstractRoles(abc.ABC):
+    """The roles of the variables of a program, which a policy collects before it is evaluated.
 
     **Attributes:**
 
@@ -40,7 +39,7 @@ class AbstractRole(abc.ABC):
     """
 
     stages: dict[int, int]
-    final: set[int]
+    final: Set[int]
     stored: set[int]
     unlayered: frozenset[int]
 
@@ -70,15 +69,6 @@ class AbstractRole(abc.ABC):
         return Staged(value, stage)
 
 
-def stage_after(step: Step, stages: Mapping[int, int]) -> int | None:
-    """Returns the stage of the results of an equation, given the `stages` of the operands that
-    depend on the point; `None` if none does."""
-    here = max((stages[x] for x in step.variables if x in stages), default=None)
-    if here is not None and step.name in tables.PRODUCTS:
-        return FIRST if here == RAW else DEEP
-    return DEEP if here == FIRST and not is_linear(step, stages) else here
-
-
 def takes_derivatives(eqn: JaxprEqn) -> bool:
     """Returns whether results of an equation, or of one inside it, are derivatives."""
     inside = (inner for body in bodies_of(eqn) for inner in body.jaxpr.eqns)
@@ -90,12 +80,6 @@ def is_wild(step: Step, stages: Mapping[int, int]) -> bool:
     by an unbounded function."""
     passes = step.name not in tables.BOUNDED and any(stages.get(x) == WILD for x in step.variables)
     return passes or takes_derivatives(step.eqn)
-
-
-def by_stream(step: Step, stages: Mapping[int, int]) -> bool:
-    """Returns whether each stream of a result depends on that stream of the operands alone."""
-    one = step.name in tables.PRODUCTS and len(moving_in(step, stages)) == 1
-    return one or is_linear(step, stages)
 
 
 def is_linear(step: Step, stages: Mapping[int, int]) -> bool:
@@ -125,12 +109,3 @@ def still_in(flat: Flat) -> set[int]:
         if asked and step.name not in tables.CONSTANT:
             read.update(step.values)
     return out | (every - read)
-
-
-def contracted(step: Step) -> int:
-    """Returns the number of terms that each entry of a product sums."""
-    avals: list[Any] = [v.aval for v in step.eqn.invars[:2]]
-    if step.name not in tables.DOTS:
-        return math.prod(avals[1].shape[1:])
-    ((axes, _), _) = step.eqn.params["dimension_numbers"]
-    return math.prod(avals[0].shape[i] for i in axes)

@@ -154,7 +154,7 @@ class Recorder:
     def _dtype(self, roles: Any, name: Any, atom: Any) -> str:
         if not self.mixed.governs(atom.aval):
             return str(getattr(atom.aval, "dtype", type(atom.aval).__name__))
-        rounded = name in roles.stored and name not in roles.near
+        rounded = name in roles.stored and name not in roles.unrounded
         return self.mixed.dtype.name if rounded else "float32"
 
     def program(self, flat: Flat, roles: Any) -> None:

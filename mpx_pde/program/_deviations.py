@@ -22,7 +22,7 @@ def with_deviations_once(flat: Flat) -> Flat:
     mean over the same axes one. They differ in how they broadcast the mean: a norm subtracts it
     from the array, and the variance in it does so too."""
     flat = merged(flat)
-    made = {x: step for step in flat.steps for x in step.outputs}
+    made = flat.made
     first: dict[Any, int] = {}
     same: dict[int, int] = {}
     for step in flat.steps:

@@ -104,6 +104,17 @@ class Flat(NamedTuple):
     outputs: tuple[int | Constant, ...]
     constants: dict[int, Constant]
 
+    @property
+    def made(self) -> dict[int, Step]:
+        """Returns the equation that makes each variable."""
+        return {x: step for step in self.steps for x in step.outputs}
+
+    def env(self, operands: Sequence[Any]) -> dict[int, Any]:
+        """Returns the values of its constants and operands, to be extended by its equations."""
+        out: dict[int, Any] = {k: c.value for k, c in self.constants.items()}
+        out.update(zip(self.inputs, operands, strict=True))
+        return out
+
 
 def flatten(
     closed: ClosedJaxpr,
@@ -272,8 +283,7 @@ def evaluated(
 ) -> list[Any]:
     """Evaluates a program on arrays. `bind` evaluates an equation, in the context of this equation
     and of the calls around it."""
-    env: dict[int, Any] = {k: c.value for k, c in flat.constants.items()}
-    env.update(zip(flat.inputs, operands, strict=True))
+    env = flat.env(operands)
     for step in flat.steps:
         with step.context(source_of(step.eqn, step.calls)):
             out = bind(step, [read(x, env) for x in step.inputs])

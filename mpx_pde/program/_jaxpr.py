@@ -203,6 +203,11 @@ def scopes_of(eqn: JaxprEqn) -> tuple[str, ...]:
     return tuple(name for scope in scopes for name in scope.split("/") if name)
 
 
+def is_again(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation is in a checkpoint that JAX evaluates again."""
+    return "rematted_computation" in scopes_of(eqn)
+
+
 def inner_scope(eqn: JaxprEqn) -> tuple[str, ...]:
     """Returns the scopes inside a container. A jitted function adds its name."""
     name = eqn.params.get("name")

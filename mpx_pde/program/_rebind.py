@@ -31,20 +31,40 @@ def _checkpoint(eqn: JaxprEqn, args: Sequence, body: Body) -> list:
     return jax.checkpoint(body, **options)(*args)
 
 
-def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
-    """Returns the number of constants and the number of carries among the operands of a `scan`."""
-    params = eqn.params
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    # JAX 0.11 keeps the operands in groups.
-    consts, carry, _ = params["ft_in"].update(list(range(len(eqn.invars)))).unpack()
-    return len(list(consts)), len(list(carry))
+def carried_by(eqn: JaxprEqn) -> range:
+    """Returns the positions of the operands that a loop carries from step to step. Before them come
+    those that are the same in each step, and after them the arrays that a `scan` slices. No operand
+    of other containers is carried."""
+    params, every = eqn.params, range(len(eqn.invars))
+    match eqn.primitive.name:
+        case "while":
+            return every[params["cond_nconsts"] + params["body_nconsts"] :]
+        case "scan" if "num_consts" in params:
+            return every[params["num_consts"] :][: params["num_carry"]]
+        case "scan":  # JAX 0.11 keeps the operands in groups.
+            consts, carry, _ = params["ft_in"].update(list(every)).unpack()
+            return every[len(list(consts)) :][: len(list(carry))]
+    return every[len(every) :]
+
+
+def operands_in(eqn: JaxprEqn) -> list[Sequence[int]]:
+    """Returns the positions of the operands that each program in an equation takes, in the order of
+    [`bodies_of`][]."""
+    bodies, every = bodies_of(eqn), range(len(eqn.invars))
+    match eqn.primitive.name:
+        case "while":
+            test, body, carry = _cut(every, eqn.params["cond_nconsts"], eqn.params["body_nconsts"])
+            return [[*test, *carry], [*body, *carry]]
+        case "cond":
+            return [every[1:]] * len(bodies)
+    return [every] * len(bodies)
 
 
 def _scan(eqn: JaxprEqn, args: Sequence, body: Body) -> list:
     params = eqn.params
-    n_consts, n_carry = scan_counts(eqn)
-    consts, init, xs = _cut(args, n_consts, n_carry)
+    carried = carried_by(eqn)
+    n_carry = len(carried)
+    consts, init, xs = _cut(args, carried.start, n_carry)
 
     def step(carry, x):
         out = body(*consts, *carry, *x)
@@ -58,18 +78,14 @@ def _scan(eqn: JaxprEqn, args: Sequence, body: Body) -> list:
 def bodies_in(eqn: JaxprEqn) -> list[tuple[ClosedJaxpr, int, range]]:
     """Returns the programs in an equation that compute its results, each with the position of its
     first operand, and with the places of its operands that a loop carries to the next step."""
-    bodies, start, carried = bodies_of(eqn), 0, range(0)
+    bodies, start, carried = bodies_of(eqn), 0, carried_by(eqn)
     match eqn.primitive.name:
-        case "scan":
-            n_consts, n_carry = scan_counts(eqn)
-            carried = range(n_consts, n_consts + n_carry)
         case "while":
-            start, n_consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-            bodies = bodies[1:]
-            carried = range(n_consts, len(bodies[0].in_avals))
+            bodies, start = bodies[1:], eqn.params["cond_nconsts"]
         case "cond":
             start = 1
-    return [(body, start, carried) for body in bodies]
+    inside = range(carried.start - start, carried.stop - start)
+    return [(body, start, inside) for body in bodies]
 
 
 def _while(eqn: JaxprEqn, args: Sequence, test: Body, body: Body) -> list:

@@ -45,7 +45,7 @@ def diagnose(run: Callable, step: tuple, program: Program) -> None:
         _warn_of_phases(gradient, survey)
         _warn_of_factorizations(program.closed)
     if not isinstance(getattr(gradient.scaling, "loss", gradient.scaling), NoOpLossScaling):
-        _warn_of_rules(program.closed)
+        _warn_of_rules(survey)
     if gradient.mode.forward is None:
         _warn_of_functions(gradient, survey)
         _warn_of_differences(gradient, args[0], program, survey)
@@ -218,9 +218,9 @@ def _warn_of_factorizations(closed: ClosedJaxpr) -> None:
         )
 
 
-def _warn_of_rules(closed: ClosedJaxpr) -> None:
+def _warn_of_rules(survey: Survey) -> None:
     """Warns of backward rules that compare a scaled cotangent."""
-    if lines := compared_cotangents(closed):
+    if lines := compared_cotangents(survey):
         more = f" {len(lines) - 1} other lines are alike." if lines[1:] else ""
         warn_user(
             f"`{called()}`: the backward rule of the `jax.custom_vjp` function that {lines[0]} "

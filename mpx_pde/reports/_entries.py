@@ -1,6 +1,6 @@
 """Finds where float32 enters a program whose arguments were cast to half precision."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,8 +79,8 @@ class _Entries:
 
     def add(self, seen: Seen) -> None:
         """Adds an equation."""
+        self._same.update((inner, outer) for outer, inner in seen.entered)
         for flat in seen.bodies:
-            self._same.update((inner, outer) for outer, inner in _taken(seen, flat))
             self._know(flat)
         if seen.bodies:
             self._same.update(zip(seen.step.outputs, seen.bodies[-1].outputs, strict=False))
@@ -117,21 +117,6 @@ class _Entries:
                 return self._reasons.get(x)
             x = self._same[x]
         return _constant(x)
-
-
-def _taken(seen: Seen, flat: Flat) -> Iterator[tuple[int | Constant, int]]:
-    """Yields the operands of a container with the variables that they are in one of its programs.
-    The programs of loops and branches do not take all."""
-    inputs, eqn = seen.step.inputs, seen.step.eqn
-    if eqn.primitive.name == "while":
-        first, count = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        carried = inputs[first + count :]
-        of_body = flat is seen.bodies[-1]
-        inputs = (*(inputs[first : first + count] if of_body else inputs[:first]), *carried)
-    elif eqn.primitive.name == "cond":
-        inputs = inputs[1:]
-    if len(inputs) == len(flat.inputs):
-        yield from zip(inputs, flat.inputs, strict=True)
 
 
 def _type(atom: Any) -> str:

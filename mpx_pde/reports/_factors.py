@@ -10,7 +10,7 @@ from ..program._flat import Constant, Step
 from ..program._jaxpr import aval_of, differentiable
 from ..program._lines import is_of_jax
 from ..program._products import HALVES
-from ..program._rebind import scan_counts
+from ..program._rebind import carried_by
 from ._formulas import dtype_of
 from ._known import Known, value_of
 from ._sums import UNITS
@@ -55,12 +55,14 @@ def _multiplied_along(step: Step) -> int | None:
 
 def _of_loop(seen: Seen, survey: Survey, made: Mapping[int, Step]) -> Iterator[str]:
     eqn, (body,) = seen.step.eqn, seen.bodies
-    first, count = scan_counts(eqn)
-    halves = [i for i in range(first, first + count) if dtype_of([eqn.invars[i]]) in HALVES]
-    found = {i: _factors(body.steps, body.inputs[i]).get(body.outputs[i - first]) for i in halves}
+    carried = carried_by(eqn)
+    halves = [i for i in carried if dtype_of([eqn.invars[i]]) in HALVES]
+    found = {
+        i: _factors(body.steps, body.inputs[i]).get(body.outputs[i - carried.start]) for i in halves
+    }
     if not any(found.values()):
         return
-    inside = {**made, **{x: step for step in body.steps for x in step.outputs}}
+    inside = {**made, **body.made}
     inside.update((y, made[x]) for x, y in seen.entered if isinstance(x, int) and x in made)
     for i, factors in found.items():
         half, length = dtype_of([eqn.invars[i]]), eqn.params["length"]

@@ -13,7 +13,7 @@ from ..program import _tables as tables
 from ..program._flat import Constant, Flat, Step, dependent, variables
 from ..program._jaxpr import aval_of, close
 from ..program._lines import Site, site_within
-from ..program._rebind import scan_counts
+from ..program._rebind import carried_by
 from ._known import LARGEST, Known, value_of
 from ._survey import Seen, Survey
 
@@ -156,20 +156,19 @@ def _sum(name: str, atom: Any, terms: int, site: Site, steps: bool = False) -> L
 def _carried(seen: Seen, survey: Survey, wide: bool) -> Iterator[LongSum]:
     """Yields the values that a loop carries and adds something to at each step."""
     eqn, (flat,) = seen.step.eqn, seen.bodies
-    length, (first, count) = eqn.params["length"], scan_counts(eqn)
-    carried = range(first, first + count)
+    length, carried = eqn.params["length"], carried_by(eqn)
     numbers = [i for i in carried if _counts(eqn.invars[i], wide)]
     if not isinstance(length, int) or not numbers:
         return
     read = (x for step in flat.steps if step.eqn.effects for x in step.outputs)
-    changing = dependent(flat, (*flat.inputs[first:], *read))
+    changing = dependent(flat, (*flat.inputs[carried.start :], *read))
     for i in numbers:
         units = UNITS.get(aval_of(eqn.invars[i]).dtype.name, UNITS["bfloat16"])
         fixed = lambda x, units=units: (
             x not in changing and _may_keep(value_of(x, survey.known), units)
         )
         held = _added_to(flat.steps, flat.inputs[i], fixed)
-        added = held.get(flat.outputs[i - first])
+        added = held.get(flat.outputs[i - carried.start])
         if added is not None:
             site = site_within(added.eqn, (*seen.inside, *added.calls))
             terms = {*added.variables} - held.keys()

@@ -1,7 +1,7 @@
 """Walks a program once, for all that looks for something in it."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn
@@ -10,7 +10,7 @@ from ..program import _tables as tables
 from ..program._flat import Constant, Flat, Step, flatten
 from ..program._jaxpr import aval_of, bodies_of
 from ..program._lines import Site, site_within
-from ..program._rebind import scan_counts
+from ..program._rebind import carried_by, operands_in
 from ._known import Known, constant, results, value_of
 
 
@@ -22,12 +22,14 @@ class Seen(NamedTuple):
     - `step`: the equation.
     - `known`: its operands, each as a known array or `None`.
     - `bodies`: the programs inside of it.
+    - `taken`: for each of these, the operands that it takes.
     - `around`: the containers and calls around it, outermost first.
     """
 
     step: Step
     known: Sequence[Known | None]
     bodies: list[Flat]
+    taken: list[list[int | Constant]]
     around: tuple[JaxprEqn, ...]
 
     @property
@@ -42,10 +44,9 @@ class Seen(NamedTuple):
 
     @property
     def entered(self) -> list[tuple[int | Constant, int]]:
-        """Returns its operands with the variables that they are inside of bodies that take all."""
-        inputs = self.step.inputs
-        taking = (body.inputs for body in self.bodies if len(body.inputs) == len(inputs))
-        return [pair for names in taking for pair in zip(inputs, names, strict=True)]
+        """Returns its operands with the variables that they are inside of its bodies."""
+        bodies = zip(self.taken, self.bodies, strict=True)
+        return [pair for some, body in bodies for pair in zip(some, body.inputs, strict=True)]
 
 
 class Survey:
@@ -63,19 +64,22 @@ class Survey:
         self.seen: list[Seen] = []
         self.known: dict[int, Known | None] = {}
         self._numbers = itertools.count()
-        self.program = self._visit(closed, (), ())
+        self.program = self._visit(closed, [None] * len(closed.in_avals), ())
 
     def _visit(
         self, closed: ClosedJaxpr, known: Sequence[Known | None], around: tuple[JaxprEqn, ...]
     ) -> Flat:
         flat = flatten(closed, forward_mode=False, numbers=self._numbers)
-        self.known.update(zip(flat.inputs, known, strict=False))
+        self.known.update(zip(flat.inputs, known, strict=True))
         self.known.update((k, constant(x.value)) for k, x in flat.constants.items())
         for step in flat.steps:
             values = [value_of(x, self.known) for x in step.inputs]
-            seen = Seen(step, values, [], (*around, *step.calls))
+            seen = Seen(step, values, [], [], (*around, *step.calls))
             self.seen.append(seen)
-            for body, inner in _programs(step.eqn, values):
+            steady = _steady(step.eqn, values)
+            for body, places in zip(bodies_of(step.eqn), operands_in(step.eqn), strict=True):
+                seen.taken.append([step.inputs[i] for i in places])
+                inner = [steady.get(i) for i in places]
                 seen.bodies.append(self._visit(body, inner, seen.inside))
             self.known.update(zip(step.outputs, self._results(seen), strict=True))
         return flat
@@ -92,23 +96,12 @@ FUNCTIONS = tables.CALLS | tables.CUSTOM | tables.CHECKPOINTS
 """Containers that evaluate their one program once, on their operands."""
 
 
-def _programs(
-    eqn: JaxprEqn, known: Sequence[Known | None]
-) -> Iterator[tuple[ClosedJaxpr, Sequence[Known | None]]]:
-    """Yields the programs in a container, each with its first operands as far as they are `known`,
-    up to those that a loop changes."""
-    bodies = bodies_of(eqn)
-    operands = [known] * len(bodies)
-    match eqn.primitive.name:
-        case "scan":
-            operands = [known[: scan_counts(eqn)[0]]]
-        case "while":
-            first, count = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-            operands = [known[:first], known[first : first + count]]
-        case "cond":
-            operands = [known[1:]] * len(bodies)
-        case "shard_map":  # devices may take parts
-            trios = zip(known, eqn.invars, bodies[0].in_avals, strict=True)
-            whole = lambda atom, inside: aval_of(atom).shape == inside.shape
-            operands = [[x if whole(atom, inside) else None for x, atom, inside in trios]]
-    yield from zip(bodies, operands, strict=True)
+def _steady(eqn: JaxprEqn, known: Sequence[Known | None]) -> Mapping[int, Known | None]:
+    """Returns the `known` operands, by their positions, that are the same in each step of a loop
+    and on each device."""
+    out = dict(enumerate(known[: carried_by(eqn).start]))
+    if eqn.primitive.name == "shard_map":  # devices may take parts
+        parts = zip(eqn.invars, bodies_of(eqn)[0].in_avals, strict=True)
+        whole = [aval_of(atom).shape == inside.shape for atom, inside in parts]
+        return {i: x for i, x in out.items() if whole[i]}
+    return out

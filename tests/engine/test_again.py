@@ -4,15 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import HALVES, normal, policy, relative
-
-import mpx_pde as mpx
+from forward_passes import CLOSE, step_of
+from helpers import HALVES, normal, relative
 
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
-
-# A few roundings of 2^-11 or 2^-8 in a row, most of which average out.
-TOLERANCES = {"float16": 1e-3, "bfloat16": 8e-3}
 
 LINE = jnp.linspace(0, 1, 65)
 CURVES = jnp.stack([LINE, LINE**2, 0 * LINE + 1], 1)
@@ -102,9 +98,7 @@ PROGRAMS = {
 
 
 def gradients(loss, half, p, x):
-    step = mpx.filter_value_and_grad(
-        loss, mpx.StaticLossScaling(2.0**8), forward="float32", policy=policy(half)
-    )
+    step = step_of(loss, half)
     return jax.jit(jax.grad(loss))(p, x), jax.jit(lambda p, x: step(p, x)[3])(p, x)
 
 
@@ -114,7 +108,7 @@ def gradients(loss, half, p, x):
 def test_a_value_that_may_cancel_is_kept(name, half):
     want, got = gradients(PROGRAMS[name][0], half, *PROGRAMS[name][1:])
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert relative(a, b) < TOLERANCES[half]
+        assert relative(a, b) < CLOSE[half]
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -127,4 +121,4 @@ def test_data_with_an_offset_enter_a_checkpoint_in_full(made, half):
         loss = lambda p, x: first_layer(p, 100 + jax.nn.sigmoid(x @ TURN))
     want, got = gradients(loss, half, (FIRST, OFFSETS, LAST), ROWS if made else FAR)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert relative(a, b) < 4 * TOLERANCES[half]
+        assert relative(a, b) < 4 * CLOSE[half]

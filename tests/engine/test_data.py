@@ -5,7 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import HALVES, policy, relative
+from forward_passes import step_of
+from helpers import HALVES, relative
 
 import mpx_pde as mpx
 
@@ -24,11 +25,6 @@ TOLERANCE = 2.0**-7
 
 squared = lambda x: jnp.mean((x - 1) ** 2)
 mapped = lambda model, rows: squared(jax.vmap(model)(rows))
-
-
-def step_of(loss, **options):
-    options = {"forward": "float32", "policy": policy("bfloat16"), **options}
-    return mpx.filter_value_and_grad(loss, mpx.StaticLossScaling(2.0**8), **options)
 
 
 def test_products_of_data_alone_are_in_float32():
@@ -50,7 +46,7 @@ def test_what_is_kept_of_data_is_not_exact(half):
 
     first = lambda model: model.layers[0].weight
     want = first(eqx.filter_jit(eqx.filter_grad(loss))(MODEL, ROWS + 1000))
-    step = eqx.filter_jit(step_of(loss, policy=policy(half)))
+    step = eqx.filter_jit(step_of(loss, half))
     assert relative(first(step(MODEL, ROWS + 1000)[3]), want) < TOLERANCE
 
 
@@ -128,6 +124,6 @@ def test_operators_on_parameters_stay_in_full():
         return jnp.mean((sharp @ u - 1) ** 2)
 
     u = jnp.sin(jnp.linspace(0, 3, 64))
-    _, _, finite, grads = step_of(loss, policy=policy("float16"))(u)
+    _, _, finite, grads = step_of(loss, "float16")(u)
     assert finite
     assert relative(grads, jax.grad(loss)(u)) < 1e-6  # rounding of float32 in another order

@@ -9,17 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from clients.sequences import leaky
-from helpers import HALVES, equations, normal, policy, relative
+from forward_passes import CLOSE, step_of
+from helpers import HALVES, equations, normal, relative
 
 import mpx_pde as mpx
-from mpx_pde.engine._keeping import chosen, unrounded
+from mpx_pde.engine._kept import unrounded
+from mpx_pde.engine._minimum_cut import chosen
 
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
-
-# A gradient takes a few roundings of 2^-11 or 2^-8 in a row, most of which average out, whatever
-# the number of steps.
-TOLERANCES = {"float16": 1e-3, "bfloat16": 8e-3}
 
 WEIGHT, STATES = normal(0, (64, 64), 1 / 8), normal(1, (16, 64))
 OTHER, POINTS = normal(2, (64, 64), 1 / 8), normal(3, (128, 16))
@@ -143,11 +141,6 @@ FAST = "small residual", "trained centres", "fitted parameters", "made weights: 
 FAST += "decision: where", "decision: a rule"
 
 
-def gradient(loss, half, **options):
-    options = {"forward": "float32", "policy": policy(half), **options}
-    return mpx.filter_value_and_grad(loss, mpx.StaticLossScaling(2.0**8), **options)
-
-
 @pytest.mark.filterwarnings("ignore:.*is done in half")  # loops of other libraries keep to float32
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize(
@@ -156,18 +149,18 @@ def gradient(loss, half, **options):
 def test_a_program_of_any_kind_has_its_gradient(name, half):
     loss, params, *data = PROGRAMS[name]
     want_value, want = eqx.filter_jit(jax.value_and_grad(loss))(params, *data)
-    value, _, finite, got = eqx.filter_jit(gradient(loss, half))(params, *data)
+    value, _, finite, got = eqx.filter_jit(step_of(loss, half))(params, *data)
     assert finite
     # Sums in another order, beside terms of a thousand times the size.
     np.testing.assert_allclose(value, want_value, rtol=1e-5)
-    assert relative(got, want) < TOLERANCES[half]
+    assert relative(got, want) < CLOSE[half]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["two networks", *(f"made weights: {k}" for k in MADE)])
 def test_their_backward_pass_is_half(name):
     loss, params, *data = PROGRAMS[name]
-    report = mpx.precision_report(gradient(loss, "bfloat16"))(params, *data)
+    report = mpx.precision_report(step_of(loss, "bfloat16"))(params, *data)
     assert report.backward_half_share >= 0.9
     # The results of two layers for each point, and more for two networks.
     assert report.kept_in_half >= 2 * 128 * 64 * 2
@@ -176,7 +169,7 @@ def test_their_backward_pass_is_half(name):
 
 def test_what_a_loop_keeps_is_counted_by_its_steps():
     loss, params, data, _ = leaky()
-    report = mpx.precision_report(gradient(loss, "bfloat16"))(params, *data)
+    report = mpx.precision_report(step_of(loss, "bfloat16"))(params, *data)
     # The state and the cosine of each step, and the last state.
     assert report.kept_in_half == (2 * 400 + 1) * STATES.size * 2
 
@@ -215,19 +208,19 @@ def normed_terms(model, x):
 def test_the_deviations_from_a_mean_are_kept_once(loss, streams):
     """A norm and the variance in it both subtract the mean."""
     model, x = Normed(), 0.5 * POINTS
-    report = mpx.precision_report(gradient(loss, "bfloat16"))(model, x)
+    report = mpx.precision_report(step_of(loss, "bfloat16"))(model, x)
     # The value of the first layer, and all streams of the norm.
     of_all = (1 + streams) * 128 * 64 * 2
     assert report.kept_in_half < 1.1 * of_all
     want = eqx.filter_jit(eqx.filter_grad(loss))(model, x)
-    *_, got = eqx.filter_jit(gradient(loss, "bfloat16"))(model, x)
-    assert relative(got, want) < TOLERANCES["bfloat16"]
+    *_, got = eqx.filter_jit(step_of(loss, "bfloat16"))(model, x)
+    assert relative(got, want) < CLOSE["bfloat16"]
 
 
 def test_a_kept_value_beyond_the_range_of_float16_makes_the_step_not_finite():
     """The derivative of a saturated function would be zero, and the step silently wrong."""
     loss = lambda w, x: squared(jnp.tanh(1e-12 * (x @ w) ** 2) - 1)
-    run = lambda half: eqx.filter_jit(gradient(loss, half))(WEIGHT, 1e6 * STATES)[2]
+    run = lambda half: eqx.filter_jit(step_of(loss, half))(WEIGHT, 1e6 * STATES)[2]
     assert not run("float16")
     assert run("bfloat16")
 
@@ -239,9 +232,9 @@ def test_a_mask_beyond_the_range_of_float16_is_no_overflow():
         scores = jnp.where(mask, (x @ w) @ x.T, -1e9)
         return squared(jax.nn.softmax(scores) @ x - 1)
 
-    _, _, finite, got = eqx.filter_jit(gradient(loss, "float16"))(WEIGHT, STATES)
+    _, _, finite, got = eqx.filter_jit(step_of(loss, "float16"))(WEIGHT, STATES)
     assert finite
-    assert relative(got, jax.grad(loss)(WEIGHT, STATES)) < TOLERANCES["float16"]
+    assert relative(got, jax.grad(loss)(WEIGHT, STATES)) < CLOSE["float16"]
 
 
 @pytest.mark.slow
@@ -254,9 +247,9 @@ def test_numbers_beyond_the_range_of_float16_in_products_of_matrices():
     def loss(p, x):
         return squared(jnp.tanh(x @ jax.scipy.linalg.expm(p[0] - p[0].T)) @ p[1] - x)
 
-    _, _, finite, got = eqx.filter_jit(gradient(loss, "float16"))(params, POINTS)
+    _, _, finite, got = eqx.filter_jit(step_of(loss, "float16"))(params, POINTS)
     assert finite
-    assert relative(got, jax.grad(loss)(params, POINTS)) < TOLERANCES["float16"]
+    assert relative(got, jax.grad(loss)(params, POINTS)) < CLOSE["float16"]
 
 
 def test_numbers_that_leave_again_keep_no_product_in_full():
@@ -264,11 +257,11 @@ def test_numbers_that_leave_again_keep_no_product_in_full():
         pressure = 1e5 * (1 + 0.1 * jax.nn.relu(x @ p[0] + p[1]))
         return squared(jax.nn.relu((pressure / 1e5 - 1) @ p[2] + p[3]) @ p[4] - 1)
 
-    report = mpx.precision_report(gradient(loss, "float16"))(LAYERS, POINTS)
+    report = mpx.precision_report(step_of(loss, "float16"))(LAYERS, POINTS)
     assert report.backward_half_share == 1
-    _, _, finite, got = eqx.filter_jit(gradient(loss, "float16"))(LAYERS, POINTS)
+    _, _, finite, got = eqx.filter_jit(step_of(loss, "float16"))(LAYERS, POINTS)
     assert finite
-    assert relative(got, jax.grad(loss)(LAYERS, POINTS)) < TOLERANCES["float16"]
+    assert relative(got, jax.grad(loss)(LAYERS, POINTS)) < CLOSE["float16"]
 
 
 def test_tangents_of_integers_in_a_loss():
@@ -279,15 +272,15 @@ def test_tangents_of_integers_in_a_loss():
         return squared(jax.vmap(mpx.partials(u, ["u_x"], coords="xy", outputs="u"))(x)["u_x"])
 
     params, points = LAYERS[0][:2], POINTS[:, :2]
-    _, _, finite, got = gradient(loss, "bfloat16")(params, points)
+    _, _, finite, got = step_of(loss, "bfloat16")(params, points)
     want = jax.grad(lambda w, x: squared(4 * jnp.sum(w[0] / jnp.cosh(x @ w) ** 2, -1)))
     assert finite
-    assert relative(got, want(params, points)) < TOLERANCES["bfloat16"]
+    assert relative(got, want(params, points)) < CLOSE["bfloat16"]
 
 
 def test_forward_mode_around_the_gradient():
     loss, params, *data = PROGRAMS["made weights: tril"]
-    of = lambda p: gradient(loss, "float16", keep_full=(False, True))(p, *data)[3]
+    of = lambda p: step_of(loss, "float16", keep_full=(False, True))(p, *data)[3]
     product = jax.jit(lambda p, v: jax.jvp(of, (p,), (v,))[1])(params, params)
     want = jax.jvp(lambda p: jax.grad(loss)(p, *data), (params,), (params,))[1]
     # A second derivative is taken of rounded values, and has more terms that cancel.
@@ -329,9 +322,9 @@ def test_a_rule_that_evaluates_a_function_again_decides_as_before(name):
     state = jax.random.normal(jax.random.key(1), (8,))
     loss = lambda w, x: jnp.sum((AGAIN[name](w, x) - 0.3) ** 2)
     plain = lambda w, x: jnp.sum((in_a_loop_of(halved_step)(w, x) - 0.3) ** 2)
-    _, _, finite, got = gradient(loss, "bfloat16")(weight, state)
+    _, _, finite, got = step_of(loss, "bfloat16")(weight, state)
     assert finite
-    assert relative(got, jax.jit(jax.grad(plain))(weight, state)) < TOLERANCES["bfloat16"]
+    assert relative(got, jax.jit(jax.grad(plain))(weight, state)) < CLOSE["bfloat16"]
 
 
 @pytest.mark.slow
@@ -349,10 +342,10 @@ def test_an_adaptive_solver_takes_the_same_steps_on_the_way_back(half):
         assert ys is not None
         return squared(ys - 0.3)
 
-    _, _, finite, got = gradient(loss, half)(weight, state)
+    _, _, finite, got = step_of(loss, half)(weight, state)
     assert finite
     # A chain of some ten steps of six stages each, whose roundings do not all average out.
-    assert relative(got, jax.grad(loss)(weight, state)) < 2 * TOLERANCES[half]
+    assert relative(got, jax.grad(loss)(weight, state)) < 2 * CLOSE[half]
 
 
 def test_a_loop_stacks_no_bfloat16():
@@ -363,17 +356,17 @@ def test_a_loop_stacks_no_bfloat16():
     def loss(w, u):
         return squared(evolved(lambda u: u + 0.1 * jnp.tanh(u @ w), u, 7) - 2 * u)
 
-    of = jax.jit(lambda w: gradient(loss, "bfloat16")(w, states)[3])
+    of = jax.jit(lambda w: step_of(loss, "bfloat16")(w, states)[3])
     loops = [e for e in equations(jax.make_jaxpr(of)(weight)) if e.primitive.name == "scan"]
     stacks = [v.aval.dtype for e in loops for v in e.outvars if v.aval.shape[:1] == (7,)]
     assert jnp.uint16 in stacks
     assert jnp.bfloat16 not in stacks
     exact = jax.jit(lambda w: jax.grad(loss)(w, states))
-    assert relative(of(weight), exact(weight)) < TOLERANCES["bfloat16"]
+    assert relative(of(weight), exact(weight)) < CLOSE["bfloat16"]
     along = lambda f: jax.jit(lambda w: jax.jvp(f, (w,), (w,))[1])(weight)
-    assert relative(along(of), along(exact)) < 2 * TOLERANCES["bfloat16"]
+    assert relative(along(of), along(exact)) < 2 * CLOSE["bfloat16"]
     of_norm = lambda f: jax.jit(jax.grad(lambda w: jnp.sum(f(w) ** 2)))(weight)
-    assert relative(of_norm(of), of_norm(exact)) < 2 * TOLERANCES["bfloat16"]
+    assert relative(of_norm(of), of_norm(exact)) < 2 * CLOSE["bfloat16"]
 
 
 def test_the_smallest_set_that_all_can_be_computed_from_is_kept():

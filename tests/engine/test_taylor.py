@@ -13,6 +13,7 @@ from jax import lax
 from jax.experimental.jet import jet
 
 import mpx_pde as mpx
+from mpx_pde.engine.taylor._algebra import Algebra
 from mpx_pde.engine.taylor._jets import Jet
 from mpx_pde.engine.taylor._moments import with_moments
 from mpx_pde.engine.taylor._plan import make_plan, sum_key
@@ -57,7 +58,7 @@ def evaluated(fun, x, rules, streams, by_deviations=False):
         elif (rule := rules.find(step.eqn, operands)) is not None:
             out = rule.apply(rules, step.eqn, operands)
         else:
-            out = rules.nested(bind, operands)
+            out = rules.algebra.nested(bind, operands)
         env.update(zip(step.outputs, out, strict=True))
     (out,) = (read(x, env) for x in flat.outputs)
     return out
@@ -103,7 +104,7 @@ def test_streams_are_nested_derivatives(name):
 
     def run(x):
         seeds = {(i,): jnp.asarray(d) for i, d in enumerate(DIRECTIONS)}
-        out = evaluated(fun, x, Rules(plan, [[2.0, -0.5]]), seeds)
+        out = evaluated(fun, x, Rules(Algebra(plan, [[2.0, -0.5]])), seeds)
         wanted = {key: nested(fun, DIRECTIONS[list(key)])(x) for key in plan.indices}
         second = [nested(fun, DIRECTIONS[[i, i]])(x) for i in (0, 1)]
         wanted[sum_key(0)] = 2.0 * second[0] - 0.5 * second[1]
@@ -122,7 +123,7 @@ def test_an_angle_in_each_quadrant_up_to_order_five():
     vector = lambda p: jnp.stack([p[0] * p[0] + p[0], p[1] + p[0] * p[1]])
     fun = lambda p: jnp.arctan2(*vector(p)[::-1])
     points = [(x, y) for x in (-0.7, 0.0, 5.0) for y in (-2.0, 0.0, 0.3) if (x, y) != (0, 0)]
-    rules = Rules(make_plan([(0,) * 5, (0, 1, 1)], [], (None, None)))
+    rules = Rules(Algebra(make_plan([(0,) * 5, (0, 1, 1)], [], (None, None))))
     seeds = {(i,): row for i, row in enumerate(jnp.eye(2))}
 
     @jax.jit
@@ -143,7 +144,7 @@ def test_an_angle_in_each_quadrant_up_to_order_five():
 
 def test_stacked_directions_are_those_one_by_one():
     fun, x = layer_norm, jnp.asarray(X)
-    rules = Rules(make_plan([(0, 0)], [[(0, 0, 0)]], (2,)), [[np.array([1.5, -2.0])]])
+    rules = Rules(Algebra(make_plan([(0, 0)], [[(0, 0, 0)]], (2,)), [[np.array([1.5, -2.0])]]))
 
     def run(x):
         out = evaluated(fun, x, rules, {(0,): jnp.asarray(DIRECTIONS)})
@@ -158,7 +159,7 @@ def test_stacked_directions_are_those_one_by_one():
 @pytest.mark.parametrize("by_deviations", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_streams_of_a_norm_have_derivatives(by_deviations):
     """Also derivatives of derivatives, for a Hessian of a loss."""
-    rules = Rules(make_plan([(0, 0), (0, 1)], [], (None, None)), [])
+    rules = Rules(Algebra(make_plan([(0, 0), (0, 1)], [], (None, None))))
     seeds = {(i,): jnp.asarray(d) for i, d in enumerate(DIRECTIONS)}
 
     def streams(x):

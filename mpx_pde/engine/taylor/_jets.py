@@ -6,12 +6,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ..._util._varying import match_varying_axes
 from ...program._jaxpr import own_bind
 from ._plan import Index
-from ._together import spread_together
+from ._together import spread_together, sum_together
 
 
 @jax.tree_util.register_dataclass
@@ -47,6 +48,26 @@ Streams = dict[Index, Any]
 
 Operand = Any
 """A [`Jet`][], or an array that does not depend on the point."""
+
+
+def summed(jets: Sequence[Jet], axes: Sequence[int]) -> list[Jet]:
+    """Returns the sums of values of one shape over the same axes, in one pass over all values."""
+    behind = [i - np.ndim(jets[0].primal) for i in axes]
+    return each(jets, lambda arrays: sum_together(arrays, behind))
+
+
+def added(x: Jet, y: Jet, factor: int | float) -> Jet:
+    """Returns `x + factor * y`, where `y` has no streams that `x` does not have."""
+    plus = lambda a, b: a - b if factor == -1 else a + factor * b
+    streams = {k: plus(s, y.streams[k]) if k in y.streams else s for k, s in x.streams.items()}
+    return Jet(plus(x.primal, y.primal), streams)
+
+
+def spread(x: Operand, shape: tuple[Any, ...]) -> Operand:
+    """Returns a value, broadcast to a shape if it depends on the point."""
+    if not isinstance(x, Jet) or np.shape(x.primal) == shape:
+        return x
+    return x.spread(shape, range(len(shape) - np.ndim(x.primal), len(shape)))
 
 
 def cast(x: Any, dtype: Any) -> Any:

@@ -38,7 +38,7 @@ def with_moments(flat: Flat, moving: Collection[int], *, by_deviations: bool = F
     kept for a backward pass anyway, as a norm does for its own, nothing else has to be.
     """
     flat = with_deviations_once(flat)
-    made = {x: step for step in flat.steps for x in step.outputs}
+    made = flat.made
     depends = dependent(flat, moving)
     squares: dict[Sum, tuple[Step, Step]] = {}
     for step in flat.steps:

@@ -1,33 +1,40 @@
 """Maps streams through primitives: by rules for linear operations, products, elementwise functions
-and selections, and by nested forward mode for others."""
+and selections."""
 
 import dataclasses
-import functools as ft
 import math
-import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
 from ..._util._varying import match_varying_axes
 from ..._util._wrapper import of_some
 from ...program import _tables as tables
-from ...program._jaxpr import aval_of, bodies_of, differentiable, own_bind, pushforward
-from ._jets import Jet, Operand, Streams, bind, bind_primals, each, is_inexact, primal_of, total
-from ._plan import Index, Plan, chains, splits, sum_key
-from ._together import broadcast_like, joined, sum_together
-from ._univariate import (
-    CLOSED,
-    KEPT_TERMS,
-    atan_at_zero,
-    closed_derivatives,
-    nested_derivatives,
+from ...program._jaxpr import aval_of, own_bind
+from ._algebra import Algebra
+from ._entrywise import is_logaddexp, is_pointwise
+from ._jets import (
+    Jet,
+    Operand,
+    Streams,
+    added,
+    bind,
+    bind_primals,
+    each,
+    is_inexact,
+    primal_of,
+    spread,
+    summed,
+    total,
 )
+from ._plan import Index
+from ._together import broadcast_like, joined
+from ._univariate import CLOSED, atan_at_zero, closed_derivatives, nested_derivatives
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,102 +43,15 @@ class Rules:
 
     **Attributes:**
 
-    - `plan`: the streams.
-    - `factors`: for each sum, the factors of its summands. They are numbers, scalars or, for a
-        stacked summand, an array with a factor for each direction.
+    - `algebra`: how streams are combined.
     - `own`: evaluates a function with a derivative of its own, an equation, on arrays.
     - `summed`: whether the gradients of an array that multiplies several streams are summed in one
         pass.
     """
 
-    plan: Plan
-    factors: Sequence[Sequence[Any]] = ()
+    algebra: Algebra
     own: Callable[[JaxprEqn, Sequence[Any]], list] = own_bind
     summed: bool = True
-
-    @ft.cached_property
-    def weights(self) -> dict[Index, tuple[tuple[Any, Index], ...]]:
-        """Returns the summands of each sum, with their factors."""
-        pairs = zip(self.factors, self.plan.sums, strict=True)
-        return {sum_key(k): tuple(zip(*pair, strict=True)) for k, pair in enumerate(pairs)}
-
-    # Streams of products and functions.
-
-    def _summands(self, key: Index) -> Sequence[tuple[Any, Index]]:
-        return self.weights[key] if key in self.weights else ((None, key),)  # noqa: SIM401
-
-    def gather(self, key: Index, inner: Callable[[Index], Iterable[tuple[int, Any]]]) -> Any:
-        """Returns the sum of the terms that `inner` yields, with their counts, for each index of a
-        stream. Terms with the same factor are added before they are multiplied by it."""
-        found: dict[Any, Any] = {}
-        for weight, index in self._summands(key):
-            for count, x in inner(index):
-                factor = count
-                if isinstance(weight, int | float):
-                    factor, x = count * weight, self.weighted(1, x, index)
-                elif weight is not None:
-                    x = self.weighted(weight, x, index)
-                found[factor] = found[factor] + x if factor in found else x
-        return total(x if factor == 1 else factor * x for factor, x in found.items())
-
-    def weighted(self, weight: Any, x: Any, index: Index) -> Any:
-        """Returns a summand times its weight; a stacked one is summed over its directions."""
-        one = isinstance(weight, int | float) and weight == 1
-        if self.plan.size(index) is not None:
-            if np.ndim(weight):
-                weighted = jnp.reshape(weight, (-1,) + (1,) * (x.ndim - 1)) * x
-                return jnp.sum(weighted, axis=0)
-            x = jnp.sum(x, axis=0)
-        return x if one else weight * x
-
-    def leibniz(self, op: Callable, a: Jet, b: Jet) -> Streams:
-        """Returns the streams of a product of two values that both depend on the point.
-
-        `op(x, y, left, right)` multiplies streams with these keys, either of which may be stacked.
-        """
-
-        def terms(index):
-            for count, left, right in splits(index):
-                if left in a.streams and right in b.streams:
-                    yield count, op(a.streams[left], b.streams[right], left, right)
-
-        def parts(key):
-            if key in a.streams:
-                yield op(a.streams[key], b.primal, key, ())
-            if key in b.streams:
-                yield op(a.primal, b.streams[key], (), key)
-            yield self.gather(key, terms)
-
-        return self._sums(parts)
-
-    def compose(self, derivatives: Sequence[Any], x: Jet) -> Jet:
-        """Returns the jet of a function of `x`, given its value and its derivatives."""
-
-        def terms(order, index):
-            for count, blocks in chains(index).get(order, ()):
-                if all(block in x.streams for block in blocks):
-                    yield count, ft.reduce(operator.mul, (x.streams[block] for block in blocks))
-
-        def parts(key):
-            if key in x.streams and derivatives[1] is not None:
-                yield derivatives[1] * x.streams[key]
-            for order in range(2, len(derivatives)):
-                if derivatives[order] is not None:
-                    curved = self.gather(key, ft.partial(terms, order))
-                    yield None if curved is None else derivatives[order] * curved
-
-        return Jet(derivatives[0], self._sums(parts))
-
-    def _sums(self, parts: Callable[[Index], Iterable[Any]]) -> Streams:
-        """Returns the streams that are sums of their `parts`; streams without any are omitted."""
-        with jax.named_scope(KEPT_TERMS):
-            found = {key: total(parts(key)) for key in self.plan.keys}
-        return {key: x for key, x in found.items() if x is not None}
-
-    def order(self, x: Jet) -> int:
-        """Returns the highest order of derivative that a function of `x` needs."""
-        orders = (len(i) for key in self.plan.keys for _, i in self._summands(key))
-        return max(orders) if x.streams else 0
 
     # Rules by primitive. Each takes an equation and its operands, and returns the results.
 
@@ -190,7 +110,7 @@ class Rules:
         """Returns results, each stream of which depends on that stream of the operands alone."""
         moving = [x for x in operands if isinstance(x, Jet)]
         out: list[Streams] = [{} for _ in primals]
-        for key in self.plan.keys:
+        for key in self.algebra.plan.keys:
             if any(key in x.streams for x in moving):
                 pairs = zip(out, along(key), strict=True)
                 out = [{**streams, key: x} if is_inexact(x) else streams for streams, x in pairs]
@@ -248,7 +168,12 @@ class Rules:
         return [about_mean(squares, x, deviations)]
 
     def _square(self, x: Jet) -> Jet:
-        return self.compose(closed_derivatives("integer_pow", self.order(x), x.primal, 2), x)
+        return self._closed("integer_pow", x, 2)
+
+    def _closed(self, name: str, x: Jet, parameter: Any) -> Jet:
+        """Returns a function of one variable that has derivatives in closed form."""
+        order = self.algebra.order(x)
+        return self.algebra.compose(closed_derivatives(name, order, x.primal, parameter), x)
 
     def _linear_stream(self, eqn, operands, key) -> list:
         name = eqn.primitive.name
@@ -276,13 +201,13 @@ class Rules:
                 args.append(x.streams[key])
             else:
                 args.append(jnp.zeros_like(value) if is_inexact(value) else value)
-        return self.plan.each(lambda *args: function(args), keys)(*args)
+        return self.algebra.plan.each(lambda *args: function(args), keys)(*args)
 
     def _mul(self, eqn, operands):
         a, b = operands
         if isinstance(a, Jet) and isinstance(b, Jet):
             (primal,) = bind_primals(eqn, operands)
-            return [Jet(primal, self.leibniz(lambda x, y, *_: x * y, a, b))]
+            return [Jet(primal, self.algebra.leibniz(lambda x, y, *_: x * y, a, b))]
         jet, factor = (a, b) if isinstance(a, Jet) else (b, a)
         if isinstance(factor, jax.Array) and jet.streams:
             (factor,) = broadcast_like([factor], jet.primal, summed=self.summed)
@@ -299,27 +224,7 @@ class Rules:
         if not isinstance(b, Jet):
             return [Jet(primal, {k: x / b for k, x in a.streams.items()})]
         a_streams = a.streams if isinstance(a, Jet) else {}
-        return [Jet(primal, self._quotient(primal, a_streams, b.streams, 1 / b.primal))]
-
-    def _quotient(self, primal: Any, a: Streams, b: Streams, inverse: Any) -> Streams:
-        """Returns the streams of q = a / b, which follow from a = q b, order by order. `primal` is
-        the value of q, `None` if it is zero, and `inverse` is 1 / b."""
-        q: Streams = {}
-
-        def terms(index):
-            for count, left, right in splits(index):
-                if left in b and right in q:
-                    yield count, b[left] * q[right]
-
-        for key in self.plan.keys:
-            own = a.get(key)
-            first = primal * b[key] if key in b and primal is not None else None
-            less = total([first, self.gather(key, terms)])
-            if less is not None:
-                own = -less if own is None else own - less
-            if own is not None:
-                q[key] = own * inverse
-        return q
+        return [Jet(primal, self.algebra.quotient(primal, a_streams, b.streams, 1 / b.primal))]
 
     def _atan2(self, eqn, operands):
         """Returns the angle of a vector (x, y). In axes of which the first has its direction and
@@ -330,55 +235,32 @@ class Rules:
             return [Jet(primal)]
         square = x.primal * x.primal + y.primal * y.primal
         a, b = x.primal / square, y.primal / square
-        first, second = self._turned(x, y, a, b), self._turned(x, y, -b, a)
-        slope = Jet(primal, self._quotient(None, second, first, 1))
-        return [self.compose([primal, *atan_at_zero(self.order(slope))], slope)]
-
-    def _turned(self, x: Jet, y: Jet, a: Any, b: Any) -> Streams:
-        """Returns the streams of a x + b y, for constants a and b."""
-
-        def terms(key):
-            yield a * x.streams[key] if key in x.streams else None
-            yield b * y.streams[key] if key in y.streams else None
-
-        return self._sums(terms)
+        first = self.algebra.combination(a, x, b, y)
+        second = self.algebra.combination(-b, x, a, y)
+        slope = Jet(primal, self.algebra.quotient(None, second, first, 1))
+        derivatives = [primal, *atan_at_zero(self.algebra.order(slope))]
+        return [self.algebra.compose(derivatives, slope)]
 
     def _sqrt(self, eqn, operands):
-        """Returns the square root y of x. Its streams follow from x = y², order by order. Powers of
-        streams of x, as in the formula of Faà di Bruno, would overflow for a large x."""
         (x,) = operands
         (primal,) = bind_primals(eqn, operands)
-        inverse, y = 0.5 / primal if x.streams else None, Streams()
-
-        def terms(index):
-            for count, left, right in splits(index):
-                if left in y and right in y:
-                    yield count, y[left] * y[right]
-
-        for key in self.plan.keys:
-            less = self.gather(key, terms)
-            own = total([x.streams.get(key), None if less is None else -less])
-            if own is not None:
-                y[key] = own * inverse
-        return [Jet(primal, y)]
+        return [Jet(primal, self.algebra.root(primal, x.streams))]
 
     def _div_by_shared(self, eqn, a, b):
         """Divides by a value that is broadcast. For a real result, its inverse is broadcast."""
         shape = aval_of(eqn.outvars[0]).shape
         if _is_complex(eqn.outvars[0]):
             return self._div(eqn, [a, spread(b, shape)])
-        derivatives = closed_derivatives("integer_pow", self.order(b), b.primal, -1)
-        inverse = spread(self.compose(derivatives, b), shape)
+        inverse = spread(self._closed("integer_pow", b, -1), shape)
         if not isinstance(a, Jet):
             return [inverse.map(lambda x, _: a * x)]
-        streams = self.leibniz(lambda x, y, *_: x * y, a, inverse)
+        streams = self.algebra.leibniz(lambda x, y, *_: x * y, a, inverse)
         return [Jet(a.primal * inverse.primal, streams)]
 
     def _elementwise(self, eqn, operands):
         x, *exponent = operands
         parameter = _number(exponent[0]) if exponent else eqn.params.get("y")
-        derivatives = closed_derivatives(eqn.primitive.name, self.order(x), x.primal, parameter)
-        return [self.compose(derivatives, x)]
+        return [self._closed(eqn.primitive.name, x, parameter)]
 
     def _nested_elementwise(self, eqn, operands):
         """Takes derivatives of a function of one variable, which is constant in other operands, by
@@ -388,58 +270,8 @@ class Rules:
         bind = self.own if eqn.primitive.name in tables.CUSTOM else own_bind
         whole = lambda *args: bind(eqn, match_varying_axes(*args))[0]
         function = of_some(whole, list(map(primal_of, operands)), [i])
-        return [self.compose(nested_derivatives(function, self.order(x), x.primal), x)]
-
-    # Equations without a rule.
-
-    def nested(
-        self, fun: Callable[..., list], operands: Sequence[Operand], moving: Collection[int] = ()
-    ) -> list[Jet]:
-        """Returns the results of `fun`, a function of arrays, with their streams, by the formula of
-        Faà di Bruno. The derivatives of `fun` along streams of the operands are taken by nested
-        forward mode.
-
-        Operands at the positions `moving` get zeros for streams that they lack, because `fun` may
-        ask which of its operands move. The others are held fixed along streams that they lack.
-        """
-        at = [i for i, x in enumerate(operands) if isinstance(x, Jet) and is_inexact(x.primal)]
-        jets = [operands[i] for i in at]
-        primals = [x.primal for x in jets]
-        of_jets = of_some(fun, list(map(primal_of, operands)), at)
-        out = of_jets(*primals)
-        live = [i for i, x in enumerate(out) if is_inexact(x)]
-
-        def function(*moved):
-            results = of_jets(*moved)
-            return [results[i] for i in live]
-
-        def tangent(i: int, x: Jet, block: Index) -> Any:
-            if block in x.streams or i not in moving:
-                return x.streams.get(block)
-            return jnp.zeros(self.plan.shape(block, jnp.shape(x.primal)), x.primal.dtype)
-
-        @ft.cache
-        def along(*blocks: Index) -> list[Any] | None:
-            """Returns a derivative of `function`; `None` if no operand has one of the streams."""
-            if any(all(block not in x.streams for x in jets) for block in blocks):
-                return None
-            directions = [list(map(tangent, at, jets, len(at) * [block])) for block in blocks]
-            derivative = lambda directions: ft.reduce(_pushed, directions, function)(*primals)
-            return self.plan.each(derivative, blocks[:1])(directions)
-
-        def curved(k, index):
-            for count, blocks in (term for terms in chains(index).values() for term in terms):
-                found = along(*blocks)
-                if found is not None:
-                    yield count, found[k]
-
-        def parts(k, key):
-            straight = along(key)
-            yield straight and straight[k]
-            yield self.gather(key, ft.partial(curved, k))
-
-        streams = {i: self._sums(ft.partial(parts, k)) for k, i in enumerate(live)}
-        return [Jet(x, streams.get(i, {})) for i, x in enumerate(out)]
+        derivatives = nested_derivatives(function, self.algebra.order(x), x.primal)
+        return [self.algebra.compose(derivatives, x)]
 
     # Functions with a custom derivative.
 
@@ -452,15 +284,15 @@ class Rules:
         shape = jnp.shape(x.primal)
         fits = all(jnp.shape(y) in ((), shape) for y in operands if not isinstance(y, Jet))
         alike = fits and out.aval.shape == shape
-        return alike and _pointwise_custom(eqn, moving, self.order(x))
+        return alike and is_pointwise(eqn, moving, self.algebra.order(x))
 
     def _is_softplus(self, eqn, operands) -> bool:
-        return _is_logaddexp(eqn) and self._is_elementwise(eqn, operands)
+        return is_logaddexp(eqn) and self._is_elementwise(eqn, operands)
 
     def _logaddexp(self, eqn, operands):
         (i,) = _moving(operands)
         x, other = operands[i], _number(operands[1 - i])
-        return [self.compose(closed_derivatives("logaddexp", self.order(x), x.primal, other), x)]
+        return [self._closed("logaddexp", x, other)]
 
 
 def _moving(operands: Sequence[Operand]) -> list[int]:
@@ -542,19 +374,6 @@ _ELSEWHERE = {"product", "container", "nested", "opaque"}
 assert {row.rule for row in tables.TABLE.values()} == {*JET_RULES} | _ELSEWHERE
 
 
-def summed(jets: Sequence[Jet], axes: Sequence[int]) -> list[Jet]:
-    """Returns the sums of values of one shape over the same axes, in one pass over all values."""
-    behind = [i - np.ndim(jets[0].primal) for i in axes]
-    return each(jets, lambda arrays: sum_together(arrays, behind))
-
-
-def added(x: Jet, y: Jet, factor: int | float) -> Jet:
-    """Returns `x + factor * y`, where `y` has no streams that `x` does not have."""
-    plus = lambda a, b: a - b if factor == -1 else a + factor * b
-    streams = {k: plus(s, y.streams[k]) if k in y.streams else s for k, s in x.streams.items()}
-    return Jet(plus(x.primal, y.primal), streams)
-
-
 def aligned(eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
     """Returns the operands of an equation. Those that depend on the point are broadcast to the
     shape of the result. JAX leaves numbers and axes of length one as they are, and the stacked
@@ -568,24 +387,6 @@ def aligned(eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
     return [spread(x, shape) if i in places else x for i, x in enumerate(operands)]
 
 
-def spread(x: Operand, shape: tuple[Any, ...]) -> Operand:
-    """Returns a value, broadcast to a shape if it depends on the point."""
-    if not isinstance(x, Jet) or np.shape(x.primal) == shape:
-        return x
-    return x.spread(shape, range(len(shape) - np.ndim(x.primal), len(shape)))
-
-
-def _pushed(function: Callable, tangents: Sequence[Any]) -> Callable[..., list]:
-    """Returns the derivative of a function along the tangents that are not `None`."""
-    at = [i for i, x in enumerate(tangents) if x is not None]
-
-    def derivative(*primals):
-        some = of_some(function, primals, at)
-        return jax.jvp(some, [primals[i] for i in at], [tangents[i] for i in at])[1]
-
-    return derivative
-
-
 def _number(x: Any) -> Any:
     """Returns a scalar that is known while tracing as a float, another value as an array."""
     if isinstance(x, np.ndarray | np.generic | int | float) and np.ndim(x) == 0:
@@ -595,37 +396,3 @@ def _number(x: Any) -> Any:
 
 def _is_complex(atom: Any) -> bool:
     return jnp.issubdtype(aval_of(atom).dtype, jnp.complexfloating)
-
-
-def _is_logaddexp(eqn: JaxprEqn) -> bool:
-    """Returns whether a function with a custom derivative is `jnp.logaddexp`, by its jaxpr."""
-    if len(eqn.invars) != 2:
-        return False
-    avals = [jax.ShapeDtypeStruct(aval_of(v).shape, aval_of(v).dtype) for v in eqn.invars]
-    own = jax.make_jaxpr(jnp.logaddexp)(*avals).jaxpr.eqns[-1]
-    bodies = [str(e.params.get("call_jaxpr")) for e in (eqn, own)]
-    return bodies[0] == bodies[1]
-
-
-def _pointwise_custom(eqn: JaxprEqn, moving: Sequence[int], order: int) -> bool:
-    """Returns whether a function with a custom derivative, and its derivatives up to an order, act
-    on each entry alone. A derivative rule may mix entries that the function does not mix."""
-    alike = _pointwise(eqn.params["call_jaxpr"])
-    return alike and (order < 1 or _pointwise(pushforward(eqn, moving), order - 1))
-
-
-def _pointwise(closed: ClosedJaxpr, order: int = 0) -> bool:
-    """Returns whether a jaxpr and its derivatives up to an order do the same to each entry of the
-    operands, whatever the other entries are."""
-
-    def fits(eqn):
-        name = eqn.primitive.name
-        if name in tables.PUSHES:
-            return _pointwise_custom(eqn, differentiable(eqn.invars), order)
-        if name in tables.CALLS:
-            return _pointwise(bodies_of(eqn)[0], order)
-        if name == "broadcast_in_dim":
-            return eqn.invars[0].aval.shape in ((), eqn.outvars[0].aval.shape)
-        return name in tables.POINTWISE
-
-    return all(map(fits, closed.jaxpr.eqns))

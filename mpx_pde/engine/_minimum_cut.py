@@ -1,4 +1,4 @@
-"""Chooses what a program keeps for its backward pass.
+"""Chooses the cheapest arrays from which others can be computed.
 
 The arrays that the backward pass reads are known. Each is kept, or computed again from others that
 are. The cheapest choice is a minimum cut of the graph of these dependencies, with the bytes of each
@@ -77,16 +77,3 @@ def _cut(
     # What can still reach the sink needs nothing that is cut.
     reaching = set(breadth_first_order(rest.T.tocsr(), sink, return_predecessors=False).tolist())
     return [x for i, x in enumerate(nodes) if 2 * i not in reaching and 2 * i + 1 in reaching]
-
-
-def unrounded(sizes: Mapping[int, int]) -> set[int]:
-    """Returns the smallest of some arrays, which together take a thirty-second of their bytes at
-    most. Rounding these saves nothing."""
-    total, out = sum(sizes.values()), set[int]()
-    left = total / 32
-    for x in sorted(sizes, key=lambda x: sizes[x]):
-        left -= sizes[x]
-        if left < 0:
-            break
-        out.add(x)
-    return out

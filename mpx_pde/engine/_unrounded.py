@@ -76,7 +76,7 @@ def _reaching(
     are operands that repeat a constant scalar."""
     sinks = sinks_of(flat, numbers)
     full = set[int]() if solved is None else _reaching(flat, solved, carried, _solved_by, None)
-    made = {x: step for step in flat.steps for x in step.outputs}
+    made = flat.made
     out = set(variables([x for i, x in enumerate(flat.outputs) if i in outputs]))
     for step in flat.steps:
         out.update(sinks(step))
@@ -134,7 +134,7 @@ def _solved_by(_: Flat, numbers: Collection[int]) -> Callable[[Step], Iterable[i
 def _subtracted_by(flat: Flat, numbers: Collection[int]) -> Callable[[Step], Iterable[int]]:
     """Returns a function that returns the operands of an equation that it subtracts, or that it
     factors or solves for. A sparse matrix may take differences."""
-    made = {x: step for step in flat.steps for x in step.outputs}
+    made = flat.made
     negative = {x for step in flat.steps if step.name in tables.NEGATIONS for x in step.outputs}
     depends = {x for step in flat.steps if step.name in tables.PRODUCTS for x in step.outputs}
     for step in flat.steps:
