@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..program import _tables as tables
-from ..program._flat import Constant, Step
+from ..program._flat import Step
 from ..program._jaxpr import aval_of, bodies_of, equations_in
 from ..program._products import is_half_product
 from ..program._rebind import carried_by
@@ -79,19 +79,11 @@ def _rounding(survey: Survey, half: str, parameters: Collection[int]) -> Iterato
         if reached or makes or (moves and _rounds(step, half)):
             computed.update(step.outputs)
         for variables in (moving, computed):
-            variables.update(inner for outer, inner in _entered(seen) if outer in variables)
+            variables.update(inner for outer, inner in seen.entered if outer in variables)
         if step.name == "scan" and makes:
             computed.update(seen.bodies[0].inputs[i] for i in carried_by(step.eqn))
         if reached or (moves and makes):
             yield seen
-
-
-def _entered(seen: Seen) -> list[tuple[int | Constant, int]]:
-    """Returns the operands of an equation with the variables that they are in bodies that take all.
-    Branches do not."""
-    inputs = seen.step.inputs
-    whole = (body.inputs for body in seen.bodies if len(body.inputs) == len(inputs))
-    return [pair for names in whole for pair in zip(inputs, names, strict=True)]
 
 
 def _multiplies(step: Step, half: str) -> bool:

@@ -196,36 +196,35 @@ def _from_layers(flat: Flat, carried: range, terms: Iterable[int], survey: Surve
     so what is rounded away does not add up."""
     state = dependent(flat, [flat.inputs[i] for i in carried])
     layers = dependent(flat, flat.inputs[carried.stop :]) - state
-    bodies = {id(seen.step): seen.bodies for seen in survey.seen if seen.bodies}
-    made = _multiplied(flat, state, layers, bodies)
+    containers = {id(seen.step): seen for seen in survey.seen if seen.bodies}
+    made = _multiplied(flat, state, layers, containers)
     return not dependent(flat, made).isdisjoint(terms)
 
 
 def _multiplied(
-    flat: Flat, state: set[int], layers: set[int], bodies: Mapping[int, Sequence[Flat]]
+    flat: Flat, state: set[int], layers: set[int], containers: Mapping[int, Seen]
 ) -> list[int]:
     """Returns the results of products of one of `state` with one of `layers`, also if they are
-    inside of a container, whose programs are among the `bodies`."""
+    inside of one of the `containers`."""
     out: list[int] = []
     for step in flat.steps:
         both = [not variables.isdisjoint(step.variables) for variables in (state, layers)]
         if not all(both):
             continue
-        inner = [x for x in bodies.get(id(step), ()) if len(x.inputs) == len(step.inputs)]
-        if step.name in tables.PRODUCTS or any(
-            _multiplied(body, *_inside(body, step, state, layers), bodies) for body in inner
-        ):
+        multiplies = step.name in tables.PRODUCTS
+        if (seen := containers.get(id(step))) is not None:
+            inside = ((x, *_inside(x, seen, state, layers)) for x in seen.bodies)
+            multiplies = any(_multiplied(*x, containers) for x in inside)
+        if multiplies:
             out += step.outputs
     return out
 
 
-def _inside(body: Flat, step: Step, state: set[int], layers: set[int]) -> tuple[set[int], set[int]]:
+def _inside(body: Flat, seen: Seen, state: set[int], layers: set[int]) -> tuple[set[int], set[int]]:
     """Returns which variables in the program of a container depend on the state, and which on
     layers alone."""
     both = [
-        dependent(
-            body, [y for x, y in zip(step.inputs, body.inputs, strict=True) if x in variables]
-        )
+        dependent(body, [y for x, y in seen.entered if x in variables])
         for variables in (state, layers)
     ]
     return both[0], both[1] - both[0]

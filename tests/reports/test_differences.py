@@ -132,6 +132,12 @@ def in_columns(params, x):
     return jnp.mean(((u[:, 2:] - 2 * u[:, 1:-1] + u[:, :-2]) * N**2 + 10) ** 2)
 
 
+def in_a_branch(params, x):
+    differences = lambda u: (u[2:] - 2 * u[1:-1] + u[:-2]) * N**2 + 10
+    u = network(params, x)
+    return jnp.mean(lax.cond(x[0] < 1, differences, lambda u: u[1:-1], u) ** 2)
+
+
 TAKE = {
     "slices": by_slices,
     "shifts": by_shifts,
@@ -146,6 +152,7 @@ TAKE = {
     "indices": by_indices,
     "dynamic slices": by_dynamic_slices,
     "columns": in_columns,
+    "branch": in_a_branch,
 }
 
 
