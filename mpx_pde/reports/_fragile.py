@@ -6,11 +6,12 @@ from typing import NamedTuple
 import jax
 from jax.extend.core import JaxprEqn
 
-from ..program._jaxpr import bodies_of
+from ..program._jaxpr import aval_of, bodies_of, size_of
 from ..program._lines import NOWHERE, is_of_jax, line_of, site_inside
 from ..program._products import HALVES
 from ._factors import long_products
 from ._formulas import FORMULAS, Origins, dtype_of, formulas
+from ._sums import UNITS
 from ._survey import Survey
 
 
@@ -58,6 +59,12 @@ _DISTRIBUTIONS = (
     "cauchy",
 )
 """Distributions of `jax.random`, of which others are made."""
+
+_LOOKED_UP = (
+    "sorted numbers that are so many have equal neighbours in it, and a number drawn or rounded "
+    "finds few of their places. `random.choice` with probabilities draws at most 1,024 different "
+    "ones (float16), or 128"
+)
 
 _FUNCTIONS = {
     **dict.fromkeys(("acosh", "asinh", "atan2", "hypot"), (("float16",), _SQUARES)),
@@ -118,6 +125,9 @@ def _calls(survey: Survey) -> Iterator[Fragile]:
 def _fails(eqn: JaxprEqn) -> tuple[str, str, str] | None:
     """Returns the name of an equation, its half type, and why the function fails in it, if so."""
     name, dtype = _name(eqn), dtype_of(eqn.outvars)
+    if name == "searchsorted" and (half := dtype_of(eqn.invars[:1])) in HALVES:
+        many = size_of(aval_of(eqn.invars[0])) > UNITS[half]
+        return (name, half, _LOOKED_UP) if many else None
     dtypes, reason = FRAGILE.get(name, ((), ""))
     return (name, dtype, reason) if dtype in dtypes else None
 

@@ -57,6 +57,7 @@ def loss_of(f):
 
 
 SLOW = {"betaln", "bessel_i0e", "bessel_i1e", "erfcx", "geomspace"}  # series
+HALF = "float16"
 SLOW |= {"igamma", "igammac", "regularized_incomplete_beta", "hyp1f1"}
 
 
@@ -138,6 +139,26 @@ def test_random_numbers_of_bfloat16_are_told_and_lack_the_rare_ones(name):
 )
 def test_other_random_numbers_are_not_told(draw):
     assert told_of(draw, jax.random.key(0)) == []
+
+
+@pytest.mark.parametrize(("half", "most"), [("float16", 2**10), ("bfloat16", 2**7)])
+def test_a_choice_by_many_half_probabilities_is_told_and_draws_few(half, most):
+    def chosen(key, p):
+        return jax.random.choice(key, len(p), (2**15,), p=p / jnp.sum(p))
+
+    key, p = jax.random.key(0), jnp.ones(3000)
+    assert {x.name for x in told_of(chosen, key, p.astype(half))} == {"searchsorted"}
+    assert len(np.unique(chosen(key, p.astype(half)))) <= most
+    assert len(np.unique(chosen(key, p))) > 2900
+    assert told_of(chosen, key, p) == told_of(chosen, key, p[:100].astype(half)) == []
+
+
+def test_a_table_of_many_half_nodes_is_told_and_is_off():
+    table = jnp.linspace(0, 1, 3000)
+    f = lambda x, nodes: jnp.interp(x, nodes, jnp.sin(1000 * nodes))
+    x = jnp.linspace(0.6, 0.9, 64)
+    assert "searchsorted" in {t.name for t in told_of(f, x.astype(HALF), table.astype(HALF))}
+    assert relative(f(x.astype(HALF), table.astype(HALF)), f(x, table)) > 0.1
 
 
 def test_a_function_of_the_user_is_not_told_for_its_name():
