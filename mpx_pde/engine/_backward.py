@@ -84,6 +84,9 @@ def run_forward(
         env.update(zip(step.outputs, out, strict=True))
     made = plan.facts.made
     kept = {k: by.kept(env[k], made[k]) if rounded else env[k] for k, rounded in plan.kept.items()}
+    for k in plan.sums:
+        (x,) = made[k].variables
+        (kept[k],) = by.forward(made[k], [by.rounded(env[x])])
     values = Values(kept, {k: env[k] for k in plan.operands}, loops)
     outputs = plan.forward.outputs
     return [read(x, env) if i in asked else () for i, x in enumerate(outputs)], values

@@ -18,6 +18,7 @@ from ..program._jaxpr import aval_of, bodies_of, size_of as entries_of
 from ..program._rebind import bodies_in, scan_counts
 from ._facts import COMPUTED, CONSTANT, Fact, Facts, can_round, facts_of
 from ._keeping import chosen, unrounded
+from ._shares import shares_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,6 +32,7 @@ class Plan:
         are.
     - `facts`: the facts of the variables of the forward program.
     - `kept`: for each variable that is kept, whether it is rounded.
+    - `sums`: kept sums of terms that are kept rounded. They are the sums of the rounded terms.
     - `operands`: those of the forward program that the backward one needs.
     - `loops`: the plan of the bodies of a `scan` and its transpose, by the `id` of both steps.
     - `stacked`: for the step of such a transpose, the `scan` and the positions of the operands that
@@ -42,6 +44,7 @@ class Plan:
     wanted: dict[int, int | Constant]
     facts: Facts
     kept: dict[int, bool]
+    sums: set[int]
     operands: tuple[int, ...]
     loops: dict[int, "Plan"]
     stacked: dict[int, tuple[Step, dict[int, int]]]
@@ -74,10 +77,13 @@ def make_plan(
     read = _read_exactly(backward, wanted.keys() - inside, moves)
     exact = set(variables([wanted[k] for k in read]))
 
-    def rounds(x: int) -> bool:
+    def narrows(x: int) -> bool:
         fact = facts.of[x]
         several = x in avals and can_round(avals[x])
         return several and not (fact.exact or fact.full or facts.beyond(x) or x in exact)
+
+    shares = shares_of(forward, facts, narrows, _multiplied(backward, wanted))
+    rounds = lambda x: narrows(x) and x not in shares.of
 
     def size_of(x: int) -> int:
         if x not in avals:
@@ -87,18 +93,37 @@ def make_plan(
 
     whole = exact.union(facts.leaving)
     operands = {x: some for x, some in facts.operands.items() if x not in whole}
+    again = (shares.sums | shares.guarded) - whole
+    operands.update((x, facts.made[x].variables) for x in again)
     kept = chosen(reads, operands, free, size_of)
     small = unrounded({x: size_of(x) for x in kept})
     kept = {x: rounds(x) and x not in small for x in kept}
     needs = _closure(reads, operands, kept)
+    sums = {x for x in shares.sums & needs if kept.get(*facts.made[x].variables)}
+    kept.update(dict.fromkeys(sums, False))
     needed = tuple(x for x in forward.inputs if x in needs and x in free)
-    return Plan(forward, backward, wanted, facts, kept, needed, loops, stacked)
+    return Plan(forward, backward, wanted, facts, kept, sums, needed, loops, stacked)
 
 
 _MULTIPLIES = tables.PRODUCTS | tables.SCALINGS | tables.SELECTS
 """Operations of a backward program that are linear in each value that they read."""
 
 _MOVES = tables.SAME | tables.NEGATIONS
+
+
+def _multiplied(backward: Flat, wanted: Mapping[int, int | Constant]) -> set[int]:
+    """Returns the values of the forward program that are operands of products of the backward one.
+    Products would round what is computed again, and store it for that."""
+    origin: dict[int, int] = {}
+    found = set[int]()
+    for step in backward.steps:
+        given = [origin.get(x, x) for x in step.variables]
+        if step.name in tables.PRODUCTS:
+            found.update(given)
+        elif step.name in tables.SAME and len(given) == 1:
+            origin.update(dict.fromkeys(step.outputs, given[0]))
+    return set(variables([wanted[k] for k in found if k in wanted]))
+
 
 _MULTIPLIED_INSIDE = (tables.CALLS | tables.LOOPS | {"shard_map"}) - tables.UNBOUNDED
 """Containers that JAX's own derivatives are in."""

@@ -110,6 +110,36 @@ def centred(p, x):
     return squared(jnp.exp(-((values + p[1]) ** 2)) @ p[2])
 
 
+LABELS = jnp.arange(16) % 4
+
+
+def sure(loss):
+    """A classification that gives every label a probability of 0.999."""
+    return lambda w, x: jnp.mean(loss(x @ w[:, :4] + 8 * jax.nn.one_hot(LABELS, 4)))
+
+
+def of_labels(values):
+    return jnp.take_along_axis(values, LABELS[:, None], axis=1)
+
+
+def by_hand(values):
+    terms = jnp.exp(values - jnp.max(values, axis=1, keepdims=True))
+    return terms / (jnp.sum(terms, axis=1, keepdims=True) + 1e-12)
+
+
+def mean_place(shares):
+    """The place of a maximum, counted from far away."""
+    return lambda w, x: squared(jnp.sum(shares(3 * x @ w) * (300.0 + jnp.arange(64)), 1) - 331)
+
+
+SHARES = {
+    "softmax": sure(lambda z: -jnp.log(of_labels(jax.nn.softmax(z)))),
+    "a logarithm": sure(lambda z: jax.nn.logsumexp(z, axis=1, keepdims=True) - of_labels(z)),
+    "place": mean_place(jax.nn.softmax),
+    "place, by hand": mean_place(by_hand),
+}
+
+
 PROGRAMS = {
     "small residual": (
         lambda p, x, y: squared(network(p, x) - y),
@@ -129,6 +159,7 @@ PROGRAMS = {
         POINTS,
     ),
     "fitted parameters": (lambda p, x: fitted(*p, network(p[0], x)), (LAYERS, NEAR), POINTS),
+    **{f"shares: {k}": (loss, WEIGHT, STATES) for k, loss in SHARES.items()},
     **{f"made weights: {k}": (_made(make), LAYERS, POINTS) for k, make in MADE.items()},
     **{
         f"decision: {k}": (
@@ -140,7 +171,7 @@ PROGRAMS = {
     },
 }
 FAST = "small residual", "trained centres", "fitted parameters", "made weights: tril"
-FAST += "decision: where", "decision: a rule"
+FAST += "decision: where", "decision: a rule", "shares: softmax"
 
 
 def gradient(loss, half, **options):
