@@ -62,6 +62,7 @@ def make_plan(
     the operands of the backward one that depend on a cotangent: all that are not `wanted`, if not
     given."""
     facts = facts_of(forward, operand_facts, half)
+    from_loss = () if moving is not None else {*backward.inputs} - wanted.keys()
     moving = {*backward.inputs} - wanted.keys() if moving is None else moving
     moves = _moving_in(backward, moving)
     loops, stacked = _loops_of(forward, backward, wanted, facts, half, moves)
@@ -84,6 +85,10 @@ def make_plan(
 
     shares = shares_of(forward, facts, narrows, _multiplied(backward, wanted))
     rounds = lambda x: narrows(x) and x not in shares.of
+    added = _added_first(backward, wanted, facts, moves, from_loss)
+    added, moved = _before_moves(added - shares.all_of(forward), facts)
+    moved -= exact
+    exact |= (added | moved) - shares.all_of(forward)
 
     def size_of(x: int) -> int:
         if x not in avals:
@@ -91,7 +96,7 @@ def make_plan(
         width = half.itemsize if rounds(x) else getattr(avals[x].dtype, "itemsize", 8)
         return entries_of(avals[x]) * width
 
-    whole = exact.union(facts.leaving)
+    whole = (exact - moved).union(facts.leaving)
     operands = {x: some for x, some in facts.operands.items() if x not in whole}
     again = (shares.sums | shares.guarded) - whole
     operands.update((x, facts.made[x].variables) for x in again)
@@ -123,6 +128,53 @@ def _multiplied(backward: Flat, wanted: Mapping[int, int | Constant]) -> set[int
         elif step.name in tables.SAME and len(given) == 1:
             origin.update(dict.fromkeys(step.outputs, given[0]))
     return set(variables([wanted[k] for k in found if k in wanted]))
+
+
+def _added_first(
+    backward: Flat,
+    wanted: Mapping[int, int | Constant],
+    facts: Facts,
+    moves: set[int],
+    from_loss: Collection[int],
+) -> set[int]:
+    """Returns the values of the forward program that multiply cotangents of the loss, up to where
+    these are first added to others. What is added there is a residual: it is small in the end, and
+    its terms are not, as in `exp(z) - y`, the derivative of `exp(z) - y * z`. After a product, or
+    a sum, cotangents are what the residual gives. `moves` are the values of the backward program
+    that depend on a cotangent."""
+    computed = {
+        k for k, x in wanted.items() if not isinstance(x, Constant) and not facts.of[x].exact
+    }
+    none = frozenset[int]()
+    factors = {k: frozenset({k} & computed) for k in wanted} | dict.fromkeys(from_loss, none)
+    found = set[int]()
+    for step in backward.steps:
+        given = {factors.get(x, None if x in moves else none) for x in step.variables}
+        known = none.union(*(x for x in given if x is not None))
+        is_still = moves.isdisjoint(step.variables)
+        # Of the same factors at other places, such as a difference of neighbours, each is right.
+        if not is_still and step.name in tables.ADDITIONS and len(given) > 1:
+            found |= known
+        elif None not in given and (is_still or step.name in _FOLLOWED):
+            factors.update(dict.fromkeys(step.outputs, known))
+    return set(variables([wanted[k] for k in found]))
+
+
+def _before_moves(found: Collection[int], facts: Facts) -> tuple[set[int], set[int]]:
+    """Returns values as they were before they were moved, for example broadcast, or multiplied by a
+    number; and what they were in between."""
+    first, later = set[int](), set[int]()
+    for x in found:
+        while (made := facts.made.get(x)) and made.name in _MOVES | tables.MULTIPLICATIONS:
+            if len(made.variables) != 1:
+                break
+            later.add(x)
+            x = made.variables[0]
+        first.add(x)
+    return first, later - first
+
+
+_FOLLOWED = (_MULTIPLIES | tables.LINEAR) - tables.PRODUCTS
 
 
 _MULTIPLIED_INSIDE = (tables.CALLS | tables.LOOPS | {"shard_map"}) - tables.UNBOUNDED

@@ -29,6 +29,16 @@ class Shares(NamedTuple):
     sums: set[int]
     guarded: set[int]
 
+    def all_of(self, flat: Flat) -> set[int]:
+        """Returns the shares, their terms, the sums, and what is computed of the sums alone."""
+        of_sums, terms = set(self.sums), set[int]()
+        for step in flat.steps:
+            if not self.sums.isdisjoint(step.outputs):
+                terms.update(step.variables)
+            elif step.variables and of_sums.issuperset(step.variables):
+                of_sums.update(step.outputs)
+        return self.of | terms | of_sums
+
 
 def shares_of(
     flat: Flat, facts: Facts, rounds: Callable[[int], bool], left_out: AbstractSet[int]

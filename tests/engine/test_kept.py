@@ -140,6 +140,49 @@ SHARES = {
 }
 
 
+def deviation(p, x):
+    return 0.01 * network(p, x)
+
+
+def counts(p, x):
+    logarithm = deviation(p, x)
+    return 1e3 * jnp.mean(jnp.exp(logarithm) - 1.001 * logarithm)
+
+
+def gate(w, x):
+    open = jax.nn.sigmoid(x @ w)
+    return squared(open * (30 + x) + (1 - open) * (30 + jnp.sin(x)) - 31)
+
+
+def elastic(p, x):
+    """The energy of a material close to its natural state."""
+    strain = deviation(p, x)[:, :4].reshape(-1, 2, 2)
+    gradient = jnp.eye(2) + strain
+    (a, b), (c, d) = gradient[:, 0].T, gradient[:, 1].T
+    return 1e3 * jnp.mean(0.5 * jnp.sum(gradient**2, (1, 2)) - jnp.log(a * d - b * c))
+
+
+def divergence(p, x):
+    """That of two normal distributions, as in a variational autoencoder."""
+    mean, log_variance = jnp.split(deviation(p, x), 2, axis=1)
+    return 1e3 * jnp.mean(jnp.exp(log_variance) + mean**2 - 1 - log_variance)
+
+
+def entropy(p, x):
+    shares = jax.nn.softmax(deviation(p, x))
+    return 1e3 * jnp.mean(shares * jnp.log(shares))
+
+
+# A small derivative of the loss, which is the difference of large terms.
+NEAR_A_MINIMUM = {
+    "counts": counts,
+    "elastic": elastic,
+    "divergence": divergence,
+    "entropy": entropy,
+    "gate": gate,
+}
+
+
 PROGRAMS = {
     "small residual": (
         lambda p, x, y: squared(network(p, x) - y),
@@ -160,6 +203,10 @@ PROGRAMS = {
     ),
     "fitted parameters": (lambda p, x: fitted(*p, network(p[0], x)), (LAYERS, NEAR), POINTS),
     **{f"shares: {k}": (loss, WEIGHT, STATES) for k, loss in SHARES.items()},
+    **{
+        f"near a minimum: {k}": (loss, *((WEIGHT, STATES) if k == "gate" else (LAYERS, POINTS)))
+        for k, loss in NEAR_A_MINIMUM.items()
+    },
     **{f"made weights: {k}": (_made(make), LAYERS, POINTS) for k, make in MADE.items()},
     **{
         f"decision: {k}": (
@@ -172,6 +219,7 @@ PROGRAMS = {
 }
 FAST = "small residual", "trained centres", "fitted parameters", "made weights: tril"
 FAST += "decision: where", "decision: a rule", "shares: softmax"
+FAST += ("near a minimum: divergence",)
 
 
 def gradient(loss, half, **options):
