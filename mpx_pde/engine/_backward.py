@@ -85,6 +85,9 @@ def run_forward(
     kept = {
         k: by.kept(env[k], made[k]) if rounded else env[k] for k, rounded in passes.kept.items()
     }
+    for k in passes.sums:
+        (x,) = made[k].variables
+        (kept[k],) = by.forward(made[k], [by.rounded(env[x])])
     values = Values(kept, {k: env[k] for k in passes.operands}, loops)
     outputs = passes.forward.outputs
     return [read(x, env) if i in asked else () for i, x in enumerate(outputs)], values

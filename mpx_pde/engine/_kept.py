@@ -18,6 +18,7 @@ from ..program._jaxpr import aval_of, bodies_of, size_of as entries_of
 from ..program._rebind import bodies_in, carried_by
 from ._facts import COMPUTED, CONSTANT, Fact, Facts, can_round, facts_of
 from ._minimum_cut import chosen
+from ._shares import shares_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,6 +32,7 @@ class Passes:
         are.
     - `facts`: the facts of the variables of the forward program.
     - `kept`: for each variable that is kept, whether it is rounded.
+    - `sums`: kept sums of terms that are kept rounded. They are the sums of the rounded terms.
     - `operands`: those of the forward program that the backward one needs.
     - `loops`: the passes of the bodies of a `scan` and its transpose, by the `id` of both steps.
     - `stacked`: for the step of such a transpose, the `scan` and the positions of the operands that
@@ -42,6 +44,7 @@ class Passes:
     wanted: dict[int, int | Constant]
     facts: Facts
     kept: dict[int, bool]
+    sums: set[int]
     operands: tuple[int, ...]
     loops: dict[int, "Passes"]
     stacked: dict[int, tuple[Step, dict[int, int]]]
@@ -59,6 +62,7 @@ def passes_of(
     program, and `moving` the operands of the backward one that depend on a cotangent: all that are
     not `wanted`, if not given."""
     facts = facts_of(forward, operand_facts, half)
+    from_loss = () if moving is not None else {*backward.inputs} - wanted.keys()
     moving = {*backward.inputs} - wanted.keys() if moving is None else moving
     moves = dependent(backward, moving)
     loops, stacked = _loops_of(forward, backward, wanted, facts, half, moves)
@@ -74,10 +78,17 @@ def passes_of(
     read = _read_exactly(backward, wanted.keys() - inside, moves)
     exact = set(variables([wanted[k] for k in read]))
 
-    def rounds(x: int) -> bool:
+    def narrows(x: int) -> bool:
         fact = facts.of[x]
         several = x in avals and can_round(avals[x])
         return several and not (fact.exact or fact.full or facts.beyond(x) or x in exact)
+
+    shares = shares_of(forward, facts, narrows, _multiplied(backward, wanted))
+    rounds = lambda x: narrows(x) and x not in shares.of
+    added = _added_first(backward, wanted, facts, moves, from_loss)
+    added, moved = _before_moves(added - shares.all_of(forward), facts)
+    moved -= exact
+    exact |= (added | moved) - shares.all_of(forward)
 
     def size_of(x: int) -> int:
         if x not in avals:
@@ -85,14 +96,18 @@ def passes_of(
         width = half.itemsize if rounds(x) else getattr(avals[x].dtype, "itemsize", 8)
         return entries_of(avals[x]) * width
 
-    whole = exact.union(facts.leaving)
+    whole = (exact - moved).union(facts.leaving)
     operands = {x: some for x, some in facts.operands.items() if x not in whole}
+    again = (shares.sums | shares.guarded) - whole
+    operands.update((x, facts.made[x].variables) for x in again)
     kept = chosen(reads, operands, free, size_of)
     small = unrounded({x: size_of(x) for x in kept})
     kept = {x: rounds(x) and x not in small for x in kept}
     needs = _closure(reads, operands, kept)
+    sums = {x for x in shares.sums & needs if kept.get(*facts.made[x].variables)}
+    kept.update(dict.fromkeys(sums, False))
     needed = tuple(x for x in forward.inputs if x in needs and x in free)
-    return Passes(forward, backward, wanted, facts, kept, needed, loops, stacked)
+    return Passes(forward, backward, wanted, facts, kept, sums, needed, loops, stacked)
 
 
 def unrounded(sizes: Mapping[int, int]) -> set[int]:
@@ -112,6 +127,68 @@ _MULTIPLIES = tables.PRODUCTS | tables.SCALINGS | tables.SELECTS
 """Operations of a backward program that are linear in each value that they read."""
 
 _MOVES = tables.SAME | tables.NEGATIONS
+
+
+def _multiplied(backward: Flat, wanted: Mapping[int, int | Constant]) -> set[int]:
+    """Returns the values of the forward program that are operands of products of the backward one.
+    Products would round what is computed again, and store it for that."""
+    origin: dict[int, int] = {}
+    found = set[int]()
+    for step in backward.steps:
+        given = [origin.get(x, x) for x in step.variables]
+        if step.name in tables.PRODUCTS:
+            found.update(given)
+        elif step.name in tables.SAME and len(given) == 1:
+            origin.update(dict.fromkeys(step.outputs, given[0]))
+    return set(variables([wanted[k] for k in found if k in wanted]))
+
+
+def _added_first(
+    backward: Flat,
+    wanted: Mapping[int, int | Constant],
+    facts: Facts,
+    moves: set[int],
+    from_loss: Collection[int],
+) -> set[int]:
+    """Returns the values of the forward program that multiply cotangents of the loss, up to where
+    these are first added to others. What is added there is a residual: it is small in the end, and
+    its terms are not, as in `exp(z) - y`, the derivative of `exp(z) - y * z`. After a product, or
+    a sum, cotangents are what the residual gives. `moves` are the values of the backward program
+    that depend on a cotangent."""
+    computed = {
+        k for k, x in wanted.items() if not isinstance(x, Constant) and not facts.of[x].exact
+    }
+    none = frozenset[int]()
+    factors = {k: frozenset({k} & computed) for k in wanted} | dict.fromkeys(from_loss, none)
+    found = set[int]()
+    for step in backward.steps:
+        given = {factors.get(x, None if x in moves else none) for x in step.variables}
+        known = none.union(*(x for x in given if x is not None))
+        is_still = moves.isdisjoint(step.variables)
+        # Of the same factors at other places, such as a difference of neighbours, each is right.
+        if not is_still and step.name in tables.ADDITIONS and len(given) > 1:
+            found |= known
+        elif None not in given and (is_still or step.name in _FOLLOWED):
+            factors.update(dict.fromkeys(step.outputs, known))
+    return set(variables([wanted[k] for k in found]))
+
+
+def _before_moves(found: Collection[int], facts: Facts) -> tuple[set[int], set[int]]:
+    """Returns values as they were before they were moved, for example broadcast, or multiplied by a
+    number; and what they were in between."""
+    first, later = set[int](), set[int]()
+    for x in found:
+        while (made := facts.made.get(x)) and made.name in _MOVES | tables.MULTIPLICATIONS:
+            if len(made.variables) != 1:
+                break
+            later.add(x)
+            x = made.variables[0]
+        first.add(x)
+    return first, later - first
+
+
+_FOLLOWED = (_MULTIPLIES | tables.LINEAR) - tables.PRODUCTS
+
 
 _MULTIPLIED_INSIDE = (tables.CALLS | tables.LOOPS | {"shard_map"}) - tables.UNBOUNDED
 """Containers that JAX's own derivatives are in."""

@@ -69,6 +69,11 @@ class Precisions(NamedTuple):
         with in_context_of(made.eqn), jax.named_scope(KEPT_IN_HALF):
             return lax.optimization_barrier(_overflow_as_nan(x.astype(self.half), x))
 
+    def rounded(self, x: Any) -> Any:
+        """Returns the values of an array as `kept` rounds them, but for numbers below float16's
+        smallest normal one, which have more digits. So a sum of both is evaluated in one pass."""
+        return lax.reduce_precision(x, jnp.finfo(x.dtype).nexp, jnp.finfo(self.half).nmant)
+
     def _forward(self, eqn: JaxprEqn) -> JaxprEqn:
         return with_products(eqn, partial(forward_product, algorithm=self.algorithm))
 

@@ -152,7 +152,7 @@ _ROWS = (
     _row("sinh", "elementwise", "float32", _GROWS, "pointwise"),
     _row("cosh", "elementwise", "float32", _GROWS, "pointwise positive"),
     _row("integer_pow", "elementwise", "float32", _GROWS, "pointwise accurate distance"),
-    _row("log log2 log1p", "elementwise", "float32", _NEAR, "magnifies pointwise near"),
+    _row("log log2 log1p", "elementwise", "float32", _NEAR, "magnifies pointwise near logarithm"),
     _row("tan acos asin acosh atanh erf_inv", "elementwise", "float32", _NEAR, "pointwise near"),
     _row("asinh", "elementwise", "float32", "its argument may be large", "pointwise accurate odd"),
     _row("pow", "elementwise", "float32", _GROWS, "magnifies broadcasts pointwise distance"),
@@ -422,6 +422,8 @@ again from what the value is a function of."""
 
 NEAR = _with("near")
 """Functions that take the distance of their operand to a nonzero number."""
+
+LOGARITHMS = _with("logarithm")
 
 CHOICES = _with("choice")
 """Operations that return one of their operands, but for its sign. A product that goes through one

@@ -108,6 +108,79 @@ def centred(p, x):
     return squared(jnp.exp(-((values + p[1]) ** 2)) @ p[2])
 
 
+LABELS = jnp.arange(16) % 4
+
+
+def sure(loss):
+    """A classification that gives every label a probability of 0.999."""
+    return lambda w, x: jnp.mean(loss(x @ w[:, :4] + 8 * jax.nn.one_hot(LABELS, 4)))
+
+
+def of_labels(values):
+    return jnp.take_along_axis(values, LABELS[:, None], axis=1)
+
+
+def by_hand(values):
+    terms = jnp.exp(values - jnp.max(values, axis=1, keepdims=True))
+    return terms / (jnp.sum(terms, axis=1, keepdims=True) + 1e-12)
+
+
+def mean_place(shares):
+    """The place of a maximum, counted from far away."""
+    return lambda w, x: squared(jnp.sum(shares(3 * x @ w) * (300.0 + jnp.arange(64)), 1) - 331)
+
+
+SHARES = {
+    "softmax": sure(lambda z: -jnp.log(of_labels(jax.nn.softmax(z)))),
+    "a logarithm": sure(lambda z: jax.nn.logsumexp(z, axis=1, keepdims=True) - of_labels(z)),
+    "place": mean_place(jax.nn.softmax),
+    "place, by hand": mean_place(by_hand),
+}
+
+
+def deviation(p, x):
+    return 0.01 * network(p, x)
+
+
+def counts(p, x):
+    logarithm = deviation(p, x)
+    return 1e3 * jnp.mean(jnp.exp(logarithm) - 1.001 * logarithm)
+
+
+def gate(w, x):
+    open = jax.nn.sigmoid(x @ w)
+    return squared(open * (30 + x) + (1 - open) * (30 + jnp.sin(x)) - 31)
+
+
+def elastic(p, x):
+    """The energy of a material close to its natural state."""
+    strain = deviation(p, x)[:, :4].reshape(-1, 2, 2)
+    gradient = jnp.eye(2) + strain
+    (a, b), (c, d) = gradient[:, 0].T, gradient[:, 1].T
+    return 1e3 * jnp.mean(0.5 * jnp.sum(gradient**2, (1, 2)) - jnp.log(a * d - b * c))
+
+
+def divergence(p, x):
+    """That of two normal distributions, as in a variational autoencoder."""
+    mean, log_variance = jnp.split(deviation(p, x), 2, axis=1)
+    return 1e3 * jnp.mean(jnp.exp(log_variance) + mean**2 - 1 - log_variance)
+
+
+def entropy(p, x):
+    shares = jax.nn.softmax(deviation(p, x))
+    return 1e3 * jnp.mean(shares * jnp.log(shares))
+
+
+# A small derivative of the loss, which is the difference of large terms.
+NEAR_A_MINIMUM = {
+    "counts": counts,
+    "elastic": elastic,
+    "divergence": divergence,
+    "entropy": entropy,
+    "gate": gate,
+}
+
+
 PROGRAMS = {
     "small residual": (
         lambda p, x, y: squared(network(p, x) - y),
@@ -127,6 +200,11 @@ PROGRAMS = {
         POINTS,
     ),
     "fitted parameters": (lambda p, x: fitted(*p, network(p[0], x)), (LAYERS, NEAR), POINTS),
+    **{f"shares: {k}": (loss, WEIGHT, STATES) for k, loss in SHARES.items()},
+    **{
+        f"near a minimum: {k}": (loss, *((WEIGHT, STATES) if k == "gate" else (LAYERS, POINTS)))
+        for k, loss in NEAR_A_MINIMUM.items()
+    },
     **{f"made weights: {k}": (_made(make), LAYERS, POINTS) for k, make in MADE.items()},
     **{
         f"decision: {k}": (
@@ -138,7 +216,8 @@ PROGRAMS = {
     },
 }
 FAST = "small residual", "trained centres", "fitted parameters", "made weights: tril"
-FAST += "decision: where", "decision: a rule"
+FAST += "decision: where", "decision: a rule", "shares: softmax"
+FAST += ("near a minimum: divergence",)
 
 
 @pytest.mark.filterwarnings("ignore:.*is done in half")  # loops of other libraries keep to float32
