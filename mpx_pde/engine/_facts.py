@@ -244,8 +244,11 @@ class Facts:
         return magnitudes(step, lambda x: self.of[x].magnitude)
 
     def beyond(self, x: int) -> bool:
-        """Returns whether half precision may be unable to hold a value."""
-        return self.of[x].magnitude > _largest(self.half)
+        """Returns whether half precision may be unable to hold a value. Data that a number makes
+        small are large in units of their own, such as a pressure over that of an atmosphere."""
+        smallest, largest = _exponents(self.half)
+        magnitude, computed = self.of[x].magnitude, self.of[x].level == COMPUTED
+        return magnitude > largest or (computed and magnitude < smallest)
 
     # Signs and bounded functions.
 
@@ -332,8 +335,10 @@ def _number_of(x: Constant) -> float | None:
 
 
 @ft.cache
-def _largest(half: np.dtype) -> float:
-    return math.log2(float(jnp.finfo(half).max))
+def _exponents(half: np.dtype) -> tuple[float, float]:
+    """Returns the powers of two between which a number keeps all of its digits."""
+    info = jnp.finfo(half)
+    return math.log2(float(info.smallest_normal)), math.log2(float(info.max))
 
 
 def facts_of(flat: Flat, operand_facts: Sequence[Fact], half: np.dtype) -> Facts:

@@ -331,6 +331,36 @@ def test_numbers_beyond_the_range_of_float16_in_products_of_matrices():
     assert relative(got, jax.grad(loss)(params, POINTS)) < CLOSE["float16"]
 
 
+def of_small_squares(p, x):
+    fraction = (1e-4 * jnp.tanh(x @ p[0] + p[1])) ** 2
+    return squared(fraction @ p[2] / 1e-8 - 1)
+
+
+def of_small_values(p, x):
+    return squared(jnp.tanh(1e-6 * jnp.tanh(x @ p[0] + p[1]) @ p[2] * 1e6) - 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*is done in half")  # products of such values are in full
+@pytest.mark.parametrize("loss", [of_small_squares, of_small_values])
+def test_numbers_below_the_range_of_float16(loss):
+    """float16 has zero or a few digits of a value of 1e-6."""
+    *_, finite, got = eqx.filter_jit(step_of(loss, "float16"))(LAYERS[:3], POINTS)
+    assert finite
+    assert relative(got, jax.grad(loss)(LAYERS[:3], POINTS)) < CLOSE["float16"]
+
+
+def test_data_in_small_units_keep_no_product_in_full():
+    """A number that makes large data small says nothing of the result."""
+
+    def loss(p, x):
+        return squared(jax.nn.relu(x / 101325 @ p[0] + p[1]) @ p[2] - 1)
+
+    step, data = step_of(loss, "float16"), 101325 * POINTS
+    assert mpx.precision_report(step)(LAYERS[:3], data).backward_half_share == 1
+    *_, got = eqx.filter_jit(step)(LAYERS[:3], data)
+    assert relative(got, jax.grad(loss)(LAYERS[:3], data)) < CLOSE["float16"]
+
+
 def test_numbers_that_leave_again_keep_no_product_in_full():
     def loss(p, x):
         pressure = 1e5 * (1 + 0.1 * jax.nn.relu(x @ p[0] + p[1]))
