@@ -57,15 +57,17 @@ def passes_of(
     operand_facts: Sequence[Fact],
     half: np.dtype,
     moving: Collection[int] | None = None,
+    from_loss: Collection[int] | None = None,
 ) -> Passes:
     """Returns both passes of a program, with what is kept. `operand_facts` are those of the forward
-    program, and `moving` the operands of the backward one that depend on a cotangent: all that are
-    not `wanted`, if not given."""
+    program. Of the operands of the backward one, `moving` depend on a cotangent, and `from_loss`
+    are cotangents of the loss: all that are not `wanted`, if not given."""
     facts = facts_of(forward, operand_facts, half)
-    from_loss = () if moving is not None else {*backward.inputs} - wanted.keys()
-    moving = {*backward.inputs} - wanted.keys() if moving is None else moving
-    moves = dependent(backward, moving)
-    loops, stacked = _loops_of(forward, backward, wanted, facts, half, moves)
+    cotangents = {*backward.inputs} - wanted.keys()
+    moves = dependent(backward, cotangents if moving is None else moving)
+    from_loss = cotangents if from_loss is None else from_loss
+    of_loss = _OfLoss(backward, wanted, facts, moves, from_loss)
+    loops, stacked = _loops_of(forward, backward, wanted, facts, half, of_loss)
     inside = {t.inputs[i] for t in backward.steps if id(t) in stacked for i in stacked[id(t)][1]}
     reads = {x for k, x in wanted.items() if k not in inside and not isinstance(x, Constant)}
     for t in backward.steps:
@@ -85,8 +87,7 @@ def passes_of(
 
     shares = shares_of(forward, facts, narrows, _multiplied(backward, wanted))
     rounds = lambda x: narrows(x) and x not in shares.of
-    added = _added_first(backward, wanted, facts, moves, from_loss)
-    added, moved = _before_moves(added - shares.all_of(forward), facts)
+    added, moved = _before_moves(of_loss.added - shares.all_of(forward), facts)
     moved -= exact
     exact |= (added | moved) - shares.all_of(forward)
 
@@ -143,34 +144,49 @@ def _multiplied(backward: Flat, wanted: Mapping[int, int | Constant]) -> set[int
     return set(variables([wanted[k] for k in found if k in wanted]))
 
 
-def _added_first(
-    backward: Flat,
-    wanted: Mapping[int, int | Constant],
-    facts: Facts,
-    moves: set[int],
-    from_loss: Collection[int],
-) -> set[int]:
-    """Returns the values of the forward program that multiply cotangents of the loss, up to where
-    these are first added to others. What is added there is a residual: it is small in the end, and
-    its terms are not, as in `exp(z) - y`, the derivative of `exp(z) - y * z`. After a product, or
-    a sum, cotangents are what the residual gives. `moves` are the values of the backward program
-    that depend on a cotangent."""
-    computed = {
-        k for k, x in wanted.items() if not isinstance(x, Constant) and not facts.of[x].exact
-    }
-    none = frozenset[int]()
-    factors = {k: frozenset({k} & computed) for k in wanted} | dict.fromkeys(from_loss, none)
-    found = set[int]()
-    for step in backward.steps:
-        given = {factors.get(x, None if x in moves else none) for x in step.variables}
-        known = none.union(*(x for x in given if x is not None))
-        is_still = moves.isdisjoint(step.variables)
-        # Of the same factors at other places, such as a difference of neighbours, each is right.
-        if not is_still and step.name in tables.ADDITIONS and len(given) > 1:
-            found |= known
-        elif None not in given and (is_still or step.name in _FOLLOWED):
-            factors.update(dict.fromkeys(step.outputs, known))
-    return set(variables([wanted[k] for k in found]))
+class _OfLoss:
+    """The cotangents of the loss in a backward program, times what multiplies them.
+
+    They are followed up to where they are first added to others. What is added there is a residual:
+    it is small in the end, and its terms are not, as in `exp(z) - y`, the derivative of
+    `exp(z) - y * z`. After a product, or a sum, cotangents are what the residual gives.
+
+    **Attributes:**
+
+    - `moves`: the values of the backward program that depend on a cotangent.
+    - `factors`: for each cotangent that is followed, the computed values of the forward program
+        that multiply it; also for these values.
+    - `added`: the factors of cotangents that are added to others.
+    """
+
+    def __init__(
+        self,
+        backward: Flat,
+        wanted: Mapping[int, int | Constant],
+        facts: Facts,
+        moves: set[int],
+        from_loss: Collection[int],
+    ):
+        of = {k: x for k, x in wanted.items() if not isinstance(x, Constant)}
+        computed = {k: x for k, x in of.items() if not facts.of[x].exact}
+        none = frozenset[int]()
+        self.moves = moves
+        self.factors = {k: frozenset({computed[k]}) if k in computed else none for k in wanted}
+        self.factors.update(dict.fromkeys(from_loss, none))
+        self.added = set[int]()
+        for step in backward.steps:
+            still = moves.isdisjoint(step.variables)
+            given = {self.factors.get(x, None if x in moves else none) for x in step.variables}
+            known = none.union(*(x for x in given if x is not None))
+            # Of the same factors at other places, as in a difference of neighbours, each is right.
+            if not still and step.name in tables.ADDITIONS and len(given) > 1:
+                self.added |= known
+            elif None not in given and (still or step.name in _FOLLOWED):
+                self.factors.update(dict.fromkeys(step.outputs, known))
+
+    def alone(self, x: Any) -> bool:
+        """Returns whether a variable is a cotangent of the loss times numbers and data."""
+        return x in self.moves and self.factors.get(x) == frozenset()
 
 
 def _before_moves(found: Collection[int], facts: Facts) -> tuple[set[int], set[int]]:
@@ -260,11 +276,10 @@ def _loops_of(
     wanted: Mapping[int, int | Constant],
     facts: Facts,
     half: np.dtype,
-    moves: set[int],
+    of_loss: _OfLoss,
 ) -> tuple[dict[int, Passes], dict[int, tuple[Step, dict[int, int]]]]:
     """Finds the loops of the backward program that transpose loops of the forward one, and plans
-    what is kept in each of their steps. `moves` are the values of the backward program that depend
-    on a cotangent."""
+    what is kept in each of their steps."""
     loops: dict[int, Passes] = {}
     stacked: dict[int, tuple[Step, dict[int, int]]] = {}
     for t in backward.steps:
@@ -272,7 +287,7 @@ def _loops_of(
         found = [(s, places) for s, places in found if id(s) not in loops]
         if found:
             s, places = max(found, key=lambda pair: len(pair[1]))
-            loops[id(s)] = loops[id(t)] = _passes_of_bodies(s, t, places, facts, half, moves)
+            loops[id(s)] = loops[id(t)] = _passes_of_bodies(s, t, places, facts, half, of_loss)
             stacked[id(t)] = s, places
     return loops, stacked
 
@@ -309,7 +324,7 @@ def _passes_of_bodies(
     places: dict[int, int],
     facts: Facts,
     half: np.dtype,
-    moves: set[int],
+    of_loss: _OfLoss,
 ) -> Passes:
     bodies = [flatten(bodies_of(x.eqn)[0], forward_mode=False, sharded=True) for x in (s, t)]
     forward, backward = with_deviations_once(bodies[0]), bodies[1]
@@ -324,6 +339,12 @@ def _passes_of_bodies(
             )
         operand_facts.append(fact._replace(sign=None, root=None))
     wanted = {backward.inputs[i]: forward.outputs[p] for i, p in places.items()}
-    sums = [backward.inputs[i] for i in carried_by(t.eqn)]
-    moving = {k for k, x in zip(backward.inputs, t.inputs, strict=True) if x in moves}
-    return passes_of(forward, backward, wanted, operand_facts, half, moving.union(sums))
+    sums = carried_by(t.eqn)
+    moving = {k for k, x in zip(backward.inputs, t.inputs, strict=True) if x in of_loss.moves}
+    moving.update(backward.inputs[i] for i in sums)
+    from_loss = [
+        k
+        for i, (k, x) in enumerate(zip(backward.inputs, t.inputs, strict=True))
+        if of_loss.alone(x) and (i not in sums or backward.outputs[i - sums.start] == k)
+    ]
+    return passes_of(forward, backward, wanted, operand_facts, half, moving, from_loss)

@@ -171,6 +171,20 @@ def entropy(p, x):
     return 1e3 * jnp.mean(shares * jnp.log(shares))
 
 
+def summed(p, x):
+    step = lambda total, x: (total + divergence(p, x), None)
+    return jax.lax.scan(step, 0.0, x.reshape(4, 32, -1))[0]
+
+
+def summed_again(p, x):
+    step = jax.checkpoint(lambda total, x: (total + divergence(p, x), None))
+    return jax.lax.scan(step, 0.0, x.reshape(4, 32, -1))[0]
+
+
+def mapped(p, x):
+    return jnp.mean(jax.lax.map(lambda x: divergence(p, x), x.reshape(4, 32, -1)))
+
+
 # A small derivative of the loss, which is the difference of large terms.
 NEAR_A_MINIMUM = {
     "counts": counts,
@@ -178,6 +192,9 @@ NEAR_A_MINIMUM = {
     "divergence": divergence,
     "entropy": entropy,
     "gate": gate,
+    "summed in a loop": summed,
+    "summed in a loop of checkpoints": summed_again,
+    "mean over a loop": mapped,
 }
 
 
@@ -217,7 +234,7 @@ PROGRAMS = {
 }
 FAST = "small residual", "trained centres", "fitted parameters", "made weights: tril"
 FAST += "decision: where", "decision: a rule", "shares: softmax"
-FAST += ("near a minimum: divergence",)
+FAST += "near a minimum: divergence", "near a minimum: summed in a loop"
 
 
 @pytest.mark.filterwarnings("ignore:.*is done in half")  # loops of other libraries keep to float32
