@@ -67,6 +67,11 @@ class Scaled:
             out.append(own)
         return out
 
+    def seeds(self, streams: Mapping[Index, Any]) -> dict[Index, Any]:
+        """Scales directions that are drawn. Those known while tracing are scaled later."""
+        traced = {k: s for k, s in streams.items() if is_traced(s)}
+        return {**streams, **self.all_of(traced)}
+
     def entering(self, jet: Jet) -> Jet:
         """Scales streams that are known while tracing, before they meet others."""
         known = {k: s for k, s in jet.streams.items() if not is_traced(s)}

@@ -130,12 +130,13 @@ def propagate(
         rules = Rules(algebra, custom_in_compute_dtype, summed=not in_full_forward())
         evaluator = _evaluator(closed, rules, scales, note)
         overflows: dict[Index, Array] = {}
+        streams: dict[Index, Any] = {(i,): x for i, x in enumerate(seeds) if (i,) in plan.indices}
         if evaluator.scaled is not None:
             overflows = evaluator.scaled.overflows
             algebra = Algebra(plan, evaluator.scaled.weights(plan, weights))
             rules = dataclasses.replace(rules, algebra=algebra)
             evaluator = dataclasses.replace(evaluator, rules=rules)
-        streams: dict[Index, Any] = {(i,): x for i, x in enumerate(seeds) if (i,) in plan.indices}
+            streams = evaluator.scaled.seeds(streams)
         for key in algebra.weights:
             first = algebra.gather(key, lambda i: [(1, seeds[i[0]])] if len(i) == 1 else ())
             if first is not None:
