@@ -346,10 +346,10 @@ def library_residual(f, w, q, o):
             if s[0][0]
         ]
         derivatives = {
-            "per_direction": lambda: mpx.DerivativeScaling.per_direction(coords),
-            "per_order": lambda: mpx.DerivativeScaling.per_order(max(orders)),
-            "per_term": lambda: mpx.DerivativeScaling.per_term(names),
-        }[o["scaled"]]()
+            "per_direction": lambda **k: mpx.DerivativeScaling.per_direction(coords, **k),
+            "per_order": lambda **k: mpx.DerivativeScaling.per_order(max(orders), **k),
+            "per_term": lambda **k: mpx.DerivativeScaling.per_term(names, **k),
+        }[o["scaled"]](init_scale=o["scale"])
         scaling = mpx.Scaling(derivatives=derivatives)
 
     def loss(w, q, *, derivatives=None):
@@ -365,7 +365,12 @@ def draw_step(rng):
 
 
 def residual(rng, gradient, scaled=""):
+    """Draws derivatives in a loss. A scale other than 1 shows where one is missing."""
     given = {"points": 4, "squared": True, "scaled": scaled, "gradient": gradient}
+    given["scale"] = float(rng.choice([1, 4, 16]))
+    if scaled != "per_term" and rng.random() < 0.5:
+        other = (draw_laplacian, draw_operator, draw_sampled)[rng.integers(3)]
+        return other(rng) | draw_step(rng) | given
     return draw_partials(rng, highest=3) | draw_step(rng) | given
 
 
