@@ -377,7 +377,7 @@ def residual(rng, gradient, scaled=""):
 def draw_scaled(rng):
     scaled = str(rng.choice(["per_direction", "per_order", "per_term"]))
     gradient: dict = {"keep_full": (False, True)}
-    if rng.random() < 0.3:
+    if rng.random() < 0.5:
         gradient = {"forward": "float32"}
     return residual(rng, gradient, scaled)
 
