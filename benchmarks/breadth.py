@@ -11,9 +11,8 @@ With `--resume` a run may be stopped at any time, and continued whenever the mac
     nice -n 19 python -m benchmarks breadth --resume --seeds 0 1 2
 
 `--page precisions` trains what *Choosing a precision* compares: further precisions, and L-BFGS
-after Adam. `--page forward` trains some problems anew with a full forward pass. `--time` instead
-times the steps of some problems, in float64 and lower precisions or in float32 and lower
-precisions; the precisions take turns.
+after Adam. `--time` instead times the steps of some problems, in float64 and lower precisions or in
+float32 and lower precisions; the precisions take turns.
 """
 
 import argparse
@@ -37,7 +36,7 @@ class Page(NamedTuple):
     problems: str = ""
 
 
-FORWARD = "forward-float32-float16 forward-float32-bfloat16"
+FORWARD = "forward-float32-float16 forward-float32-bfloat16 forward-bfloat16_x3-bfloat16"
 PAGES = {
     "breadth": Page(
         f"float32 {FORWARD} float16 bfloat16 float32-rounded "
@@ -51,10 +50,6 @@ PAGES = {
         # The problems of PINN_FP64, and others.
         "convection reaction wave_1d allen_cahn burgers_1d helmholtz cavity heat_sink "
         "poisson_1000d kovasznay klein_gordon taylor_green fisher",
-    ),
-    "forward": Page(
-        f"{FORWARD} forward-bfloat16_x3-bfloat16",
-        problems="kovasznay klein_gordon taylor_green burgers_1d fisher helmholtz kdv cavity",
     ),
 }
 TIMED = {

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from ._format import Record, Result, Table, groups, load
+from ._format import Record, Result, Table, groups
 from ._outside import beside, judged_by, own_error
 
 
@@ -112,6 +112,14 @@ def spread(ratios: Sequence[float]) -> str:
     return f"{number(twentieths[0])}–{number(twentieths[-1])}"
 
 
+def medians(data: Result, precision: str) -> dict[str, float]:
+    """Returns the median error relative to float32 of each problem that float32 solves and that has
+    trainings in this precision from the same three seeds."""
+    ratios = Ratios(data, seeds=SEEDS)
+    found = {p: ratios.of(p, precision) for p in ratios.solved}
+    return {p: statistics.median(of) for p, of in found.items() if len(of) == len(SEEDS)}
+
+
 def overall(data: Result) -> Iterator[Record]:
     """Yields a record for each precision. It counts the problems that float32 solves and that have
     trainings in this precision from the same three seeds."""
@@ -186,41 +194,6 @@ by_adam = _of_problems("breadth-precisions", "adam")
 lbfgs = _of_problems("breadth-precisions", "adam+lbfgs", (*FULL, "float16", "tensorfloat32"))
 by_lbfgs = _of_problems("breadth-precisions", "adam+lbfgs")
 by_muon_lbfgs = _of_problems("breadth-precisions", "muon+lbfgs")
-
-
-def trained_anew(data: Result) -> Iterator[Record]:
-    """Yields each problem that was trained anew with a full forward pass. All ratios are to the
-    float32 trainings of `breadth` from the same seeds."""
-    whole = load("breadth")
-    full = [t for t in whole["trainings"] if t["precision"] == "float32"]
-    now = Ratios({"trainings": full + data["trainings"]}, seeds=SEEDS)
-    before = Ratios(whole, seeds=SEEDS)
-    median = lambda x: number(statistics.median(x)) if len(x) == len(SEEDS) else None
-    for problem in groups(data["trainings"], "problem"):
-        chance = [before.of(problem, f"float32-{name}") for name in ("rounded", "dropped")]
-        row = {"title": now.titles[problem], "float32": f"{now.error(problem):.1e}"}
-        row["chance"] = number(max(map(statistics.median, chance), key=float))
-        for name in ("forward-float32-float16", "forward-float32-bfloat16"):
-            row[name] = median(now.of(problem, name))
-            row[f"{name}-before"] = median(before.of(problem, name))
-        row["x3"] = median(now.of(problem, "forward-bfloat16_x3-bfloat16"))
-        yield row
-
-
-anew = Table(
-    "breadth-forward",
-    trained_anew,
-    """
-    problem                          {title}
-    float32                          {float32}
-    control                          {chance}
-    backward float16                 {forward-float32-float16}
-    before                           {forward-float32-float16-before}
-    backward bfloat16                {forward-float32-bfloat16}
-    before                           {forward-float32-bfloat16-before}
-    forward bfloat16_x3 (emulated)   {x3}
-    """,
-)
 
 
 PAPER = {

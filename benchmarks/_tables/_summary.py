@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from ._accuracy import operator_variants
-from ._breadth import NEAR, SEEDS, overall, trained_anew
+from ._breadth import NEAR, SEEDS, medians, overall
 from ._format import NOT_RUN, Record, Result, Table, load
 from ._steps import FULL, GPU, OURS, SPLIT, beside, seconds_over
 
@@ -26,16 +26,8 @@ _RECOMMENDED = (
 )
 
 
-def _trained(data: Result) -> dict[str, Record]:
-    """Returns the errors of each precision. The trainings with split products, emulated, are
-    compared with the float32 trainings of `data` from the same seeds."""
-    full = [t for t in data["trainings"] if t["precision"] == "float32"]
-    split = {"trainings": full + load("breadth-forward")["trainings"]}
-    return {row["name"]: row for row in (*overall(split), *overall(data))}
-
-
 def _modes(data: Result) -> Iterator[Record]:
-    trained = _trained(data)
+    trained = {row["name"]: row for row in overall(data)}
     steps = beside(load(GPU), STEP)
     for mode, (training, step) in MODES.items():
         row = {"mode": mode, "median": None, **trained.get(training, {})}
@@ -64,7 +56,7 @@ modes = Table(
 
 def _recommended(data: Result) -> Iterator[Record]:
     """Yields the steps of a measured physics-informed network beside plain JAX in float32."""
-    trained = _trained(data)
+    trained = {row["name"]: row for row in overall(data)}
     steps = beside(load(GPU), STEP)
     for mode in _RECOMMENDED:
         training, step = MODES[mode]
@@ -99,7 +91,7 @@ def headline() -> str:
     rivals = ("hessian", "nested jvp", "folx")
     hessian, nested, folx = (seconds_over(networks, "laplacian 2", name) for name in rivals)
     count = len({r["network"] for r in networks["costs"] if r["problem"] == "laplacian 2"})
-    split = sorted(float(row["x3"]) for row in trained_anew(load("breadth-forward")) if row["x3"])
+    split = sorted(medians(load("breadth"), "forward-bfloat16_x3-bfloat16").values())
     row = next(_recommended(load("breadth")))
     faster = row["plain"]["seconds"]["median"] / row["step"]["seconds"]["median"]
     smaller = row["step"]["temp_bytes"] / row["plain"]["temp_bytes"]
