@@ -410,11 +410,9 @@ def _powers(exponents: dict[Index, Any]) -> dict[Index, tuple[Array, Array]]:
     every = jnp.concatenate([jnp.ravel(e) for e in exponents.values()])
     both = power_of_two(jnp.concatenate([every, -every]))
     parts = iter(jnp.split(both, np.cumsum([*sizes, *sizes])[:-1]))
-    like = lambda e: jnp.reshape(next(parts), jnp.shape(e))
-    scales = [like(e) for e in exponents.values()]
-    return dict(
-        zip(exponents, zip(scales, map(like, exponents.values()), strict=True), strict=True)
-    )
+    scales = {i: jnp.reshape(next(parts), jnp.shape(e)) for i, e in exponents.items()}
+    inverses = {i: jnp.reshape(next(parts), jnp.shape(e)) for i, e in exponents.items()}
+    return {i: (scales[i], inverses[i]) for i in exponents}
 
 
 def _rows_of(
