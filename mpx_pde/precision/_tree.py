@@ -2,7 +2,7 @@
 
 import functools as ft
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import equinox as eqx
@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
@@ -25,33 +24,18 @@ def _inexact_leaves(tree: PyTree) -> list[Array]:
     return [jnp.asarray(x) for x in widen(leaves)]
 
 
-def finite_and_zero(tree: PyTree) -> tuple[Bool[Array, ""], Bool[Array, ""]]:
-    """Returns whether all entries of the floating-point and complex arrays are finite, and whether
-    all are zero: both by one pass, which takes the largest of their bits without the signs."""
+def _all_of(tree: PyTree, holds: Callable[[Array], Bool[Array, "..."]]) -> Bool[Array, ""]:
+    """Returns whether `holds` is true for all entries of the floating-point and complex arrays."""
     alike: dict[Hashable, list[Array]] = {}
     for x in _inexact_leaves(tree):
-        for part in (lax.real(x), lax.imag(x)) if jnp.iscomplexobj(x) else (x,):
-            # On a mesh with explicit axes, only arrays with the same layout can be combined.
-            key = x.dtype, x.shape, jax.typeof(x).sharding.spec
-            alike.setdefault(key, []).append(_bits_of_size(part))
+        # On a mesh with explicit axes, only arrays with the same layout can be combined.
+        alike.setdefault((x.shape, jax.typeof(x).sharding.spec), []).append(x)
     # Combines arrays of the same shape entry by entry, so that one reduction reads all of them.
-    largest = [jnp.max(ft.reduce(lax.max, xs), initial=0) for xs in alike.values()]
-    if not largest:
-        return jnp.array(True), jnp.array(True)
-    finite = ft.reduce(jnp.logical_and, [x < _BITS_OF_INFINITY[x.dtype.name] for x in largest])
-    zero = ft.reduce(jnp.logical_and, [x == 0 for x in largest])
+    flags = [jnp.all(ft.reduce(jnp.logical_and, map(holds, xs))) for xs in alike.values()]
+    if not flags:
+        return jnp.array(True)
     # XLA for CPUs would copy cheap operations into every kernel that reads them, but not a root.
-    root = lax.sqrt(jnp.where(zero, 0.0, jnp.where(finite, 1.0, 4.0)).astype(jnp.float32))
-    return root < 2, root == 0
-
-
-def _bits_of_size(x: Array) -> Array:
-    """Returns the bits of magnitudes, integers in the order of these. Those of NaN are largest."""
-    integer = {4: jnp.int32, 8: jnp.int64}[x.dtype.itemsize]
-    return lax.bitcast_convert_type(x, integer) & jnp.iinfo(integer).max
-
-
-_BITS_OF_INFINITY = {"int32": 0xFF << 23, "int64": 0x7FF << 52}
+    return jax.lax.sqrt(ft.reduce(jnp.logical_and, flags).astype(jnp.float32)) > 0
 
 
 def all_finite(tree: PyTree) -> Bool[Array, ""]:
@@ -68,7 +52,14 @@ def all_finite(tree: PyTree) -> Bool[Array, ""]:
 
     A scalar bool array; `True` for a PyTree without such leaves.
     """
-    return finite_and_zero(tree)[0]
+    return _all_of(tree, jnp.isfinite)
+
+
+def all_zero(tree: PyTree) -> Bool[Array, ""]:
+    """Returns whether all floating-point and complex arrays in a PyTree are zero, as
+    [`mpx_pde.all_finite`][] does for finite ones.
+    """
+    return _all_of(tree, lambda x: x == 0)
 
 
 def global_norm(tree: PyTree) -> Float[Array, ""]:

@@ -27,7 +27,7 @@ from ..modes._mode import AbstractMode
 from ..precision._cast import widen
 from ..precision._dtypes import check_bool
 from ..precision._forward import forward_in
-from ..precision._tree import finite_and_zero, with_fields
+from ..precision._tree import all_finite, all_zero, with_fields
 from ..program._shown import shown
 from ..program._warnings import traced
 from ..reports._diagnosis import diagnose, warn_of_unscaled
@@ -346,8 +346,8 @@ class Gradient(eqx.Module):
         although the loss depends on the parameters and is not zero, as it is where it converged or
         is masked. With an `axis_name`, all devices are looked at.
         """
-        finite, zero = finite_and_zero(grads)
-        finite, some = finite & jnp.isfinite(evaluated.value), evaluated.value != 0
+        finite = all_finite(grads) & jnp.isfinite(evaluated.value)
+        zero, some = all_zero(grads), evaluated.value != 0
         if self.axis_name is not None:
             flags = jnp.stack([~finite, ~zero, some]).astype(jnp.int32)
             reduced = lax.psum(flags, self.axis_name) > 0
