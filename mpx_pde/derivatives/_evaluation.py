@@ -234,7 +234,7 @@ class Evaluation:
             if s.rows:
                 smallest = ft.reduce(jnp.minimum, strategy.shifts(scaling.exponents, s.rows))
                 exponents[sum_key(k)] = strategy.stored(smallest, scaling.rule.margin)
-        return _powers(exponents)
+        return {i: (power_of_two(e), power_of_two(-e)) for i, e in exponents.items()}
 
     def _scales_of_seeds(self, scaling: DerivativeScaling) -> dict[Index, tuple[Array, Array]]:
         """Returns scales for streams that carry them: the scale of a derivative is the product of
@@ -246,7 +246,7 @@ class Evaluation:
         for k, summands in enumerate(self._plan.sums):
             smallest = (jnp.min(along(index)) for index in summands)
             exponents[sum_key(k)] = ft.reduce(jnp.minimum, smallest)
-        return _powers(exponents)
+        return {i: (power_of_two(e), power_of_two(-e)) for i, e in exponents.items()}
 
     def _seed_exponent(self, scaling: DerivativeScaling, i: int) -> Any:
         """Returns the exponent of the scale of a direction, or one for each stacked one."""
@@ -380,7 +380,6 @@ class Evaluation:
         scaling = self._scaling
         assert scaling is not None
         counts = jnp.stack([scaling.counts[row] for row in rows.values()])
-        size = lax.stop_gradient(size)
         seen, forward = size, _full_forward()
         if scaling.active:
             shifts = scaling.strategy.shifts(scaling.exponents, [*rows.values()])
@@ -401,18 +400,6 @@ class Evaluation:
         with named(self._call):
             jax.eval_shape(lambda p: self._propagated(p, note=note)[0], point)
         return DerivativeReport(tuple(note), len(self._plan.keys) + 1)
-
-
-def _powers(exponents: dict[Index, Any]) -> dict[Index, tuple[Array, Array]]:
-    """Returns scales and their inverses, given their exponents: all by one operation, because each
-    is a kernel of its own otherwise."""
-    sizes = [jnp.size(e) for e in exponents.values()]
-    every = jnp.concatenate([jnp.ravel(e) for e in exponents.values()])
-    both = power_of_two(jnp.concatenate([every, -every]))
-    parts = iter(jnp.split(both, np.cumsum([*sizes, *sizes])[:-1]))
-    scales = {i: jnp.reshape(next(parts), jnp.shape(e)) for i, e in exponents.items()}
-    inverses = {i: jnp.reshape(next(parts), jnp.shape(e)) for i, e in exponents.items()}
-    return {i: (scales[i], inverses[i]) for i in exponents}
 
 
 def _rows_of(

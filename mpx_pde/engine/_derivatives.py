@@ -96,9 +96,8 @@ class Scaled:
         for jet in values:
             for key, x in jet.streams.items() if isinstance(jet, Jet) else ():
                 if is_traced(x):
-                    # Without a tangent: JAX would differentiate the maximum, and drop that.
-                    size = lax.abs(lax.stop_gradient(x))
-                    add_overflow(out, key, lax.reduce_max(size, range(size.ndim)) > limit)
+                    largest = jnp.max(jnp.abs(x), initial=0.0)
+                    add_overflow(out, key, largest > limit)
         for key, overflows in out.items():
             add_overflow(self.overflows, key, overflows)
 

@@ -143,9 +143,8 @@ def add_overflow(overflows: dict[Any, Any], key: Hashable, does: Any) -> None:
 
 
 def _along(scale: Any, x: Any) -> Any:
-    """Reshapes one scale for each entry of the leading axis, so that they multiply `x`."""
-    if np.ndim(scale):
-        scale = jnp.reshape(scale, jnp.shape(scale) + (1,) * (np.ndim(x) - np.ndim(scale)))
+    """Reshapes a scale, or one for each entry of the leading axis, so that it multiplies `x`."""
+    scale = jnp.reshape(scale, jnp.shape(scale) + (1,) * (np.ndim(x) - np.ndim(scale)))
     return scale.astype(x.dtype)
 
 
