@@ -131,12 +131,11 @@ def propagate(
         evaluator = _evaluator(closed, rules, scales, note)
         overflows: dict[Index, Array] = {}
         streams: dict[Index, Any] = {(i,): x for i, x in enumerate(seeds) if (i,) in plan.indices}
-        if evaluator.scaled is not None:
-            overflows = evaluator.scaled.overflows
-            algebra = Algebra(plan, evaluator.scaled.weights(plan, weights))
+        if (scaled := evaluator.scaled) is not None:
+            overflows, streams = scaled.overflows, scaled.seeds(streams)
+            algebra = Algebra(plan, scaled.weights(plan, weights))
             rules = dataclasses.replace(rules, algebra=algebra)
             evaluator = dataclasses.replace(evaluator, rules=rules)
-            streams = evaluator.scaled.seeds(streams)
         for key in algebra.weights:
             first = algebra.gather(key, lambda i: [(1, seeds[i[0]])] if len(i) == 1 else ())
             if first is not None:

@@ -174,15 +174,22 @@ class _OfLoss:
         self.factors = {k: frozenset({computed[k]}) if k in computed else none for k in wanted}
         self.factors.update(dict.fromkeys(from_loss, none))
         self.added = set[int]()
+        # Where a cotangent is no longer followed, as after a product, the factors that it had.
+        had = dict[int, frozenset[int] | None]()
         for step in backward.steps:
             still = moves.isdisjoint(step.variables)
             given = {self.factors.get(x, None if x in moves else none) for x in step.variables}
             known = none.union(*(x for x in given if x is not None))
+            first = {self.factors.get(x, had.get(x)) for x in step.variables if x in moves}
             # Of the same factors at other places, as in a difference of neighbours, each is right.
-            if not still and step.name in tables.ADDITIONS and len(given) > 1:
+            # So it is in a skip connection, where a residual meets what a product made of it.
+            if not still and step.name in tables.ADDITIONS and len((given - {None}) | first) > 1:
                 self.added |= known
             elif None not in given and (still or step.name in _FOLLOWED):
                 self.factors.update(dict.fromkeys(step.outputs, known))
+                continue
+            if not still:
+                had.update(dict.fromkeys(step.outputs, first.pop() if len(first) == 1 else None))
 
     def alone(self, x: Any) -> bool:
         """Returns whether a variable is a cotangent of the loss times numbers and data."""

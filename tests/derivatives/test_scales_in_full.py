@@ -1,4 +1,4 @@
-"""Tests that drawn directions have their derivative scales under a full forward pass."""
+"""Tests derivative scales under a full forward pass: of drawn directions, and of values alone."""
 
 import jax
 import jax.numpy as jnp
@@ -56,3 +56,18 @@ def test_a_scale_of_drawn_directions_changes_no_value(operator, samples):
     assert finite
     np.testing.assert_allclose(value, want[0], rtol=1e-5)  # sums in another order
     assert relative(got, want[1]) < 2e-3  # float16 rounds to 5e-4, twice
+
+
+def test_a_scaling_of_terms_without_derivatives():
+    """Values alone have no streams, and no scales."""
+
+    def loss(params, points, *, derivatives=None):
+        terms = mpx.partials(
+            lambda p: network(params, p), ["u"], coords=COORDS, outputs="u", scaling=derivatives
+        )
+        return jnp.mean(jax.vmap(lambda p: terms(p)["u"])(points) ** 2)
+
+    want = jax.grad(loss)(LAYERS, POINTS)
+    scaling = mpx.Scaling(derivatives=mpx.DerivativeScaling.per_order(1, init_scale=2.0**8))
+    *_, got = mpx.filter_grad(loss, scaling, forward="float32")(LAYERS, POINTS)
+    assert relative(got, want) < 2e-3
