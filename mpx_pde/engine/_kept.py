@@ -87,9 +87,10 @@ def passes_of(
 
     shares = shares_of(forward, facts, narrows, _multiplied(backward, wanted))
     rounds = lambda x: narrows(x) and x not in shares.of
-    added, moved = _before_moves(of_loss.added - shares.all_of(forward), facts)
+    of_shares = shares.all_of(forward)
+    added, moved = _before_moves(of_loss.added - of_shares, facts)
     moved -= exact
-    exact |= (added | moved) - shares.all_of(forward)
+    exact |= (added | moved) - of_shares
 
     def size_of(x: int) -> int:
         if x not in avals:

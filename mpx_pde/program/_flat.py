@@ -8,7 +8,6 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
@@ -22,6 +21,7 @@ from ._jaxpr import (
     contains,
     differentiable,
     in_context_of,
+    is_key,
     scopes_of,
     walk,
 )
@@ -41,7 +41,7 @@ class Constant:
         for what is not known while tracing."""
         if np.ndim(self.value) or isinstance(self.value, Tracer):
             return None
-        return None if jnp.issubdtype(self.aval.dtype, jax.dtypes.extended) else self.value
+        return None if is_key(self.aval) else self.value
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

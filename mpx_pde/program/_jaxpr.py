@@ -221,6 +221,11 @@ def aval_of(atom: Any) -> Any:
     return atom.aval
 
 
+def is_key(x: Any) -> bool:
+    """Returns whether an array holds keys of random numbers, which NumPy has not."""
+    return jnp.issubdtype(getattr(x, "dtype", bool), jax.dtypes.extended)
+
+
 def size_of(aval: Any) -> int:
     """Returns the number of entries of an array. Sizes that are symbols count as 1."""
     return math.prod(n for n in getattr(aval, "shape", ()) if isinstance(n, int))

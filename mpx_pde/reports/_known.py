@@ -12,7 +12,7 @@ from jax.extend.core import JaxprEqn
 
 from ..program import _tables as tables
 from ..program._flat import Constant
-from ..program._jaxpr import aval_of, own_bind
+from ..program._jaxpr import aval_of, is_key, own_bind
 
 
 Known = Callable[[], np.ndarray]
@@ -24,13 +24,7 @@ LARGEST = 2**24
 
 def constant(x: Any) -> Known | None:
     """Returns an array as a known one, or `None` for a tracer and for keys of random numbers."""
-    is_key = isinstance(x, jax.Array) and _is_key(x)
-    return None if isinstance(x, Tracer) or is_key else lambda: np.asarray(x)
-
-
-def _is_key(x: Any) -> bool:
-    """Returns whether an array holds keys of random numbers, which NumPy has not."""
-    return jnp.issubdtype(getattr(x, "dtype", bool), jax.dtypes.prng_key)
+    return None if isinstance(x, Tracer) or is_key(x) else lambda: np.asarray(x)
 
 
 def value_of(x: int | Constant, known: Mapping[int, Known | None]) -> Known | None:
@@ -41,7 +35,7 @@ def value_of(x: int | Constant, known: Mapping[int, Known | None]) -> Known | No
 def results(eqn: JaxprEqn, given: Sequence[Known | None]) -> list[Known | None]:
     """Returns the results of an equation, which are known if all its operands are."""
     name = eqn.primitive.name
-    unknown = any(x is None for x in given) or any(_is_key(aval_of(v)) for v in eqn.outvars)
+    unknown = any(x is None for x in given) or any(is_key(aval_of(v)) for v in eqn.outvars)
     if eqn.effects or unknown or name in tables.OPAQUE:
         return [None] * len(eqn.outvars)
     if name in tables.LAYOUT - tables.MOVES:

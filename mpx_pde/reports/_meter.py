@@ -338,21 +338,18 @@ def _formats_of(eqn: JaxprEqn) -> list[str]:
     return [x for x in found if x in _BITS.values()]
 
 
-_ADDITIONS = {"add", "add_any", "sub"}
-
-
 def _terms(eqn: JaxprEqn, arrays: list) -> Array | None:
     """Returns the sum of the squares of what an addition or a product adds up in each entry. Its
     root is the size of the error if each term is rounded. Returns `None` for another equation, and
     for a single number, which may be near zero by chance.
     """
     name = eqn.primitive.name
-    if name not in _ADDITIONS | tables.PRODUCTS or aval_of(eqn.outvars[0]).size < 2:
+    if name not in tables.ADDITIONS | tables.PRODUCTS or aval_of(eqn.outvars[0]).size < 2:
         return None
     if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in arrays):
         return None
     squares = [jnp.square(x) for x in arrays]
-    return squares[0] + squares[1] if name in _ADDITIONS else bind_wide(eqn, squares)[0]
+    return squares[0] + squares[1] if name in tables.ADDITIONS else bind_wide(eqn, squares)[0]
 
 
 def _user_of(jaxpr: Jaxpr, var: Any, site: Site) -> Site:

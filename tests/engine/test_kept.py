@@ -161,7 +161,7 @@ def elastic(p, x):
 
 
 def divergence(p, x):
-    """That of two normal distributions, as in a variational autoencoder."""
+    """The divergence of two normal distributions, as in a variational autoencoder."""
     mean, log_variance = jnp.split(deviation(p, x), 2, axis=1)
     return 1e3 * jnp.mean(jnp.exp(log_variance) + mean**2 - 1 - log_variance)
 
