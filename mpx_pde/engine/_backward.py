@@ -20,19 +20,18 @@ from jax.extend.core.primitives import add_jaxvals_p
 
 from ..program import _tables as tables
 from ..program._deviations import with_deviations_once
-from ..program._flat import Constant, Flat, Step, evaluated, flatten, read, variables
+from ..program._flat import Constant, Flat, Step, evaluated, flatten, merged, read, variables
 from ..program._jaxpr import (
     aval_of,
     in_context_of,
     with_products,
 )
 from ..program._rebind import carried_by, rebind
-from ._custom import bind_recorded
 from ._facts import COMPUTED, DATA, Fact, facts_of
 from ._kept import Passes, passes_of
 from ._precisions import Precisions
 from ._products import precise
-from ._program import orders_products, with_products_in_order, without_checkpoints
+from ._program import bind_merged, orders_products, with_products_in_order, without_checkpoints
 from ._stacks import stacked
 
 
@@ -176,7 +175,8 @@ def run_backward(
     """Returns the results of the backward program. `operands` are those that are not `wanted`: the
     cotangents, and inside of a loop also what it adds up and its constants. Those that depend on no
     cotangent are `still`."""
-    passes, by = again.passes, again.by
+    passes = again.passes
+    by = again.by._replace(in_full=passes.in_full)
     env: dict[int, Any] = {k: c.value for k, c in passes.backward.constants.items()}
     env.update(operands)
     moving = operands.keys() - still
@@ -267,13 +267,13 @@ def value_and_pullback(
         closed, shapes = jax.make_jaxpr(fun, return_shape=True)(moving, fixed)
         if orders_products():
             closed = closed.replace(jaxpr=with_products_in_order(closed.jaxpr))
-        program = flatten(without_checkpoints(closed), forward_mode=False)
+        program = merged(flatten(without_checkpoints(closed), forward_mode=False))
         facts = facts_of(program, operand_facts, by.half)
 
         def bind(step, operands):
             in_full = any(facts.of[x].full or facts.beyond(x) for x in step.variables)
             eqn = with_products(step.eqn, precise) if in_full else step.eqn
-            return bind_recorded(eqn, operands)
+            return bind_merged(eqn, operands)
 
         run = partial(evaluated, program, bind=bind)
         tree = jax.tree.structure(shapes)

@@ -1,6 +1,6 @@
 """The precisions in which the equations of both passes are evaluated."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,10 +36,13 @@ class Precisions(NamedTuple):
 
     - `algorithm`: the split product of the forward pass; `None` for the highest precision.
     - `half`: the dtype of what is kept, and of the operands of products in the backward pass.
+    - `in_full`: equations of the backward pass, by their `id`, that are evaluated as those of the
+        forward pass.
     """
 
     algorithm: str | None
     half: np.dtype
+    in_full: Collection[int] = ()
 
     def forward(self, step: Step, operands: Sequence[Any]) -> list:
         """Evaluates an equation of the forward pass."""
@@ -81,7 +84,7 @@ class Precisions(NamedTuple):
         """Returns an equation of the backward pass with its products rounded, and which results
         depend on a cotangent, given which operands do."""
         moving = [any(moves)] * len(eqn.outvars)
-        if not any(moves) or is_again(eqn):
+        if not any(moves) or is_again(eqn) or id(eqn) in self.in_full:
             return self._forward(eqn), moving
         if eqn.primitive.name in tables.PRODUCTS:
             return backward_product(eqn, self.half), moving

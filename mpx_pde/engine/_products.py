@@ -16,7 +16,7 @@ from ..products._conv import mixed_conv_general_dilated_p
 from ..products._dot import mixed_dot_general_p
 from ..program import _tables as tables
 from ..program._jaxpr import aval_of, own_bind
-from ..program._products import asks_for_more, says_its_dtype
+from ..program._products import asks_for_more, says_its_dtype, sums_nothing
 
 
 FULL = np.dtype("float32")
@@ -76,11 +76,14 @@ def forward_product(eqn: JaxprEqn, algorithm: str | None) -> JaxprEqn:
 
 
 def backward_product(eqn: JaxprEqn, half: np.dtype) -> JaxprEqn:
-    """Returns a product of operands rounded to half, unless it asks for a precision itself."""
+    """Returns a product of operands rounded to half, unless it asks for a precision itself. One
+    that sums nothing, as an inner product has in its derivative, is in full: it is a scaling."""
     mixed = eqn.primitive.name in tables.MIXED and eqn.params.get("algorithm") is None
     if not is_real(eqn) or asks_for_more(eqn) or (mixed and says_its_dtype(eqn)):
         return eqn
-    return mixed_form(eqn, half, aval_of(eqn.outvars[0]).dtype, origin=Origin())
+    dtype = aval_of(eqn.outvars[0]).dtype
+    rounded = wide(dtype) if sums_nothing(eqn) else half
+    return mixed_form(eqn, rounded, dtype, origin=Origin())
 
 
 # Products without streams, for `autocast`.

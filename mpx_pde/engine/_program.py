@@ -1,14 +1,18 @@
 """Prepares the program of a loss before it is linearized."""
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, primitives
 
 from ..program import _tables as tables
+from ..program._flat import Flat, evaluated, flatten, merged
 from ..program._jaxpr import aval_of, bodies_of, contains, with_jaxprs
+from ..program._rebind import rebind
+from ._custom import bind_recorded
 from ._facts import RECOMPUTED
 
 
@@ -39,6 +43,33 @@ def without_checkpoints(closed: ClosedJaxpr) -> ClosedJaxpr:
         return eqn.replace(source_info=info.replace(name_stack=info.name_stack.extend(region)))
 
     return closed.replace(jaxpr=entered(closed.jaxpr, ""))
+
+
+_INSIDE = (tables.LOOPS | tables.ONCE | tables.CHECKPOINTS) - tables.UNBOUNDED
+
+
+def bind_merged(eqn: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
+    """Binds an equation. What the programs in a loop, a branch or a checkpoint compute twice is
+    computed once."""
+    if once := _merged_inside(eqn):
+        bind = lambda step, args: bind_merged(step.eqn, args)
+        return rebind(eqn, operands, [partial(_evaluated, x, bind) for x in once])
+    return bind_recorded(eqn, operands)
+
+
+def _merged_inside(eqn: JaxprEqn) -> list[Flat]:
+    """Returns the programs in an equation, each of which computes nothing twice; an empty list if
+    they did not at any depth, or are not entered."""
+    if eqn.primitive.name not in _INSIDE or eqn.effects:
+        return []
+    inner = [flatten(body, forward_mode=False) for body in bodies_of(eqn)]
+    once = list(map(merged, inner))
+    fewer = any(len(x.steps) < len(y.steps) for x, y in zip(once, inner, strict=True))
+    return once if fewer or any(_merged_inside(s.eqn) for x in once for s in x.steps) else []
+
+
+def _evaluated(flat: Flat, bind: Callable, *operands: Any) -> list[Any]:
+    return evaluated(flat, operands, bind)
 
 
 def orders_products() -> bool:

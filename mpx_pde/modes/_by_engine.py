@@ -80,16 +80,16 @@ class FullForward(AbstractUncast):
 
     scales: ClassVar = True
     is_autocast: ClassVar = False
-    # Three eighths of the backward pass, which is two thirds of the work. Small networks also have
-    # their first layer in float32.
-    least: ClassVar = 1 / 4
+    # Three eighths of the backward pass are a quarter of the work. Of the four products of a network
+    # with one hidden layer, which meets the point, and one output a quarter is half, too.
+    least: ClassVar = 1 / 5
     alternatives: ClassVar = ()
     advice: ClassVar = (
         "With `forward=` the forward pass stays in full, and of the backward pass the products of "
         "complex numbers, those for which the loss asks for a precision (as `FullPrecision` does), "
         "those with arrays of `keep_full`, those with values that numbers in the loss take beyond "
-        "float16's range, and the product in which derivatives by `partials` and its kin meet the "
-        "point."
+        "float16's range, those with fixed matrices that make a residual, as in an energy, and the "
+        "product in which derivatives by `partials` and its kin meet the point."
     )
 
     @property

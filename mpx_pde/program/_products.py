@@ -156,6 +156,25 @@ def product_shape(eqn: JaxprEqn) -> tuple[int, ...]:
     return groups, _number(out) // outputs, outputs // groups, inputs * _number(window)
 
 
+def sums_nothing(eqn: JaxprEqn) -> bool:
+    """Returns whether each entry of a product's result is the product of two numbers."""
+    if eqn.primitive.name not in PRODUCTS:
+        return False
+    x, y = (aval_of(v).shape for v in eqn.invars[:2])
+    if "conv" in eqn.primitive.name:
+        summed = [y[i] for i in eqn.params["dimension_numbers"].rhs_spec[1:]]
+    else:
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        summed = [x[i] for i in contracted]
+    return all(isinstance(n, int) and n == 1 for n in summed)
+
+
+def _scales(eqn: JaxprEqn) -> bool:
+    """Returns whether a mixed product multiplies entry by entry, and in full. It rounds nothing, as
+    a multiplication does, so it is not counted either."""
+    return eqn.primitive.name in MIXED and sums_nothing(eqn) and not _narrow(_multiplied(eqn))
+
+
 def _flops(eqn: JaxprEqn, shape: tuple[int, ...] | None) -> int:
     """Returns the number of multiplications and additions of a product. `shape` is `None` for a
     ragged one. Complex numbers take four of each."""
@@ -215,7 +234,7 @@ class Counter:
                     avals = [aval_of(v) for v in eqn.outvars]
                     self.kept_bytes += sum(_number(x.shape) * x.dtype.itemsize for x in avals)
                 if eqn.primitive.name in _PRODUCTS:
-                    pairs = [self._product(eqn)]
+                    pairs = () if _scales(eqn) else [self._product(eqn)]
                 else:
                     inside = jaxprs_in(eqn)
                     pairs = self._inside(eqn, inside) if inside else ()

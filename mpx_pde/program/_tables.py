@@ -258,13 +258,14 @@ _ROWS = (
     _row("derivative_tap", "nested", "program", _TAP, "derivative"),
     _row("derivative_count", "nested", "program", _TAP),
     # Containers.
-    _row("jit call closed_call eval_jaxpr", "container", "inside", _HOLDS, "call"),
+    _row("jit call closed_call eval_jaxpr", "container", "inside", _HOLDS, "call once"),
     _row("custom_jvp_call", "container", "inside", _HOLDS, "custom pushes", rule="custom"),
     _row("custom_vjp_call", "container", "inside", _HOLDS, "custom reverse"),
     _row("remat2", "container", "inside", _HOLDS, "alone reverse checkpoint"),
-    _row("scan cond", "container", "inside", _HOLDS, "alone loop"),
+    _row("scan", "container", "inside", _HOLDS, "alone loop"),
+    _row("cond", "container", "inside", _HOLDS, "alone loop once"),
     _row("while", "container", "inside", _HOLDS, "alone unbounded loop"),
-    _row("shard_map", "container", "inside", _HOLDS, "alone"),
+    _row("shard_map", "container", "inside", _HOLDS, "alone once"),
 )
 
 TABLE: dict[str, Row] = {name: row for rows in _ROWS for name, row in rows.items()}
@@ -361,6 +362,9 @@ CHECKPOINTS = _with("checkpoint")
 LOOPS = _with("loop")
 """Containers that do not run each jaxpr in them exactly once."""
 
+ONCE = _with("once")
+"""Containers that evaluate one of the jaxprs in them, and that once."""
+
 UNBOUNDED = _with("unbounded")
 """Loops whose number of steps is not known while tracing. They have no derivative in reverse
 mode."""
@@ -438,7 +442,7 @@ LIGHT = ((FULL | FOLLOWING) - _with("slow")) | _with("light")
 (softmax, norms, most activations) is evaluated again in the backward pass. Series and searches,
 which take time, and collectives, which wait for other devices, are left out."""
 
-MERGED = LIGHT - CUSTOM
+MERGED = LIGHT | PRODUCTS | CUSTOM
 """Operations that are evaluated once where a program asks twice for the same result."""
 
 ALONE = _with("alone")

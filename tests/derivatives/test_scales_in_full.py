@@ -71,3 +71,29 @@ def test_a_scaling_of_terms_without_derivatives():
     scaling = mpx.Scaling(derivatives=mpx.DerivativeScaling.per_order(1, init_scale=2.0**8))
     *_, got = mpx.filter_grad(loss, scaling, forward="float32")(LAYERS, POINTS)
     assert relative(got, want) < 2e-3
+
+
+def normed(params, p):
+    h = jnp.tanh(p @ params[0] + params[1])
+    return jnp.sum((h - jnp.mean(h)) / jnp.sqrt(jnp.var(h) + 1e-5) * params[2])
+
+
+@pytest.mark.filterwarnings("ignore:.*is done in half")  # a small network gains nothing
+def test_operators_with_scales_on_a_norm():
+    """The rule for the derivative of a variance takes the factors of the operator, too."""
+
+    def loss(params, points, *, derivatives=None):
+        operators = {"d": {"xx": points[0, 0], "yy": 2.0}}
+        terms = mpx.linear_operator(
+            lambda p: normed(params, p), operators, coords=COORDS, outputs="u", scaling=derivatives
+        )
+        return jnp.mean(jax.vmap(lambda p: terms(p)["d_u"])(points) ** 2)
+
+    want = jax.jit(jax.grad(loss))(LAYERS, POINTS)
+    scaling = mpx.Scaling(
+        mpx.DynamicLossScaling(2.0**6), mpx.DerivativeScaling.per_order(2, init_scale=4.0)
+    )
+    run = mpx.filter_grad(loss, scaling, forward="float32")
+    _, finite, got = jax.jit(lambda *args: run(*args))(LAYERS, POINTS)
+    assert finite
+    assert relative(got, want) < 2e-3

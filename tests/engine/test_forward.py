@@ -198,12 +198,13 @@ def test_float64_forward(name, compute):
         assert total > 0.96 * work > forward > 0
         assert flops(compute) > 0.94 * (work - forward)
         if name in ("foreign network", "neural operator"):
-            # Two products of the backward pass for each of the forward pass. Data, which are much
-            # of the other networks, have no cotangent.
+            # Two products of the backward pass for each of the forward pass, but one of the last
+            # layer: it has one output, so nothing is summed. Data, which are much of the other
+            # networks, have no cotangent.
             # The checkpoint of an operator's first block multiplies data again in full.
             once = mpx.precision_report(loss)(*args).flops if name == "neural operator" else forward
-            assert total > 2.7 * once
-            assert flops(compute) > 1.7 * once
+            assert total > 2.65 * once
+            assert flops(compute) > 1.65 * once
 
 
 @pytest.mark.slow
@@ -272,7 +273,8 @@ sine.defvjp(lambda x: (jnp.sin(x), x), lambda x, cotangent: (cotangent * jnp.cos
     ],
 )
 def test_what_is_made_of_parameters_alone_is_in_full(made):
-    loss = lambda params, x: jnp.mean(sine(x @ made(*params)) ** 2) + jnp.sum(params[0] ** 2)
+    network = lambda params, x: sine(sine(x @ made(*params)) @ params[1])
+    loss = lambda params, x: jnp.mean(network(params, x) ** 2) + jnp.sum(params[0] ** 2)
     params = normal(0, (4, 4)), normal(1, (4, 4))
     with jax.enable_x64(True):
         value, grads = evaluated(loss, params, normal(2, (8, 4)), "float16", "float64")

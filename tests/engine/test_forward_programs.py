@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from forward_passes import TOLERANCES, assert_nearly, evaluated
+from forward_passes import SCALING, TOLERANCES, assert_nearly, evaluated
 from helpers import normal, policy, relative
 from jax.experimental import io_callback
 
@@ -20,6 +20,7 @@ from mpx_pde import nn
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 KEY = jax.random.key(0)
+SLOW = pytest.mark.slow
 POINTS = jax.random.uniform(jax.random.key(1), (32, 2), minval=-1.0)
 FIELDS = jax.random.normal(jax.random.key(3), (2, 1, 8, 8))
 
@@ -43,6 +44,38 @@ def test_derivatives_of_derivatives():
     assert_nearly(loss, network, POINTS, "float16", rtol=2.0**-20, most=2e-3, scaling=scaling)
     gradient = mpx.filter_grad(loss, scaling, forward="float32")
     assert mpx.precision_report(gradient)(network, POINTS).half_share > 0.5
+
+
+def _burgers(network, points):
+    def residual(x, t):
+        u = lambda x, t: network(jnp.stack([x, t]))
+        u_x = jax.grad(u)
+        return jax.grad(u, 1)(x, t) + u(x, t) * u_x(x, t) - 0.1 * jax.grad(u_x)(x, t)
+
+    return jnp.mean(jax.vmap(residual)(*points.T) ** 2)
+
+
+def _burgers_in_a_loop(network, points):
+    step = lambda total, points: (total + _burgers(network, points) / 4, None)
+    return jax.lax.scan(step, 0.0, points.reshape(4, -1, 2))[0]
+
+
+def _burgers_in_a_branch(network, points):
+    burgers = lambda points: _burgers_in_a_loop(network, points)
+    return jax.lax.cond(points[0, 0] < 9, burgers, jnp.sum, points)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [_burgers, *(pytest.param(f, marks=SLOW) for f in (_burgers_in_a_loop, _burgers_in_a_branch))],
+)
+def test_a_network_that_a_residual_calls_often_is_differentiated_once(loss):
+    """Plain JAX has a backward pass for each call of the network."""
+    network = eqx.nn.MLP(2, "scalar", 64, 3, jnp.tanh, key=KEY)
+    assert_nearly(loss, network, POINTS, "float16", rtol=2.0**-20, most=1e-3)
+    plain = eqx.filter_jit(eqx.filter_grad(_burgers)).lower(network, POINTS).compile().compiled
+    ours = mpx.precision_report(mpx.filter_grad(loss, SCALING, forward="float32"))
+    assert ours(network, POINTS).flops < 0.7 * plain.cost_analysis()["flops"]
 
 
 def _gradient_of_laplacians(model, points):

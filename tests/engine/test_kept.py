@@ -11,6 +11,8 @@ import pytest
 from clients.sequences import leaky
 from forward_passes import CLOSE, step_of
 from helpers import HALVES, equations, normal, relative
+from jax.experimental.sparse import BCOO
+from jax.sharding import PartitionSpec as P
 
 import mpx_pde as mpx
 from mpx_pde.engine._kept import unrounded
@@ -191,6 +193,82 @@ def mapped(p, x):
     return jnp.mean(jax.lax.map(lambda x: divergence(p, x), x.reshape(4, 32, -1)))
 
 
+def by_an_inner_product(p, x):
+    z = deviation(p, x)
+    return 1e3 * (jnp.mean(jnp.exp(z)) - jnp.vdot(jnp.ones_like(z), z) / z.size)
+
+
+def of_two_networks(p, x):
+    """The derivative by each network is a difference of values of both."""
+    y, z = jnp.exp(deviation(p[0], x)), deviation(p[1], x)
+    return 1e3 * (jnp.mean(jnp.exp(z)) - jnp.einsum("ij,ij->", y, z) / z.size)
+
+
+def in_a_branch(p, x):
+    return jax.lax.cond(x[0, 0] < 1e3, by_an_inner_product, lambda p, x: jnp.sum(p[-1]), p, x)
+
+
+def over_devices(p, x):
+    mesh = jax.make_mesh((2,), ("i",), (jax.sharding.AxisType.Auto,))
+    specs = {"in_specs": (P(), P("i")), "out_specs": P()}
+    mean = lambda p, x: jax.lax.pmean(by_an_inner_product(p, x), "i")
+    return jax.shard_map(mean, mesh=mesh, **specs)(p, x)
+
+
+def called_twice(p, x):
+    return 1e3 * jnp.mean(jnp.exp(deviation(p, x)) - deviation(p, x))
+
+
+# The energy of a membrane, by matrices and stencils that are the same in each step. Its derivative
+# is `K u - f`.
+STIFFNESS = 2 * np.eye(128) - np.eye(128, k=1) - np.eye(128, k=-1)
+DIFFERENCES = np.eye(129, 128) - np.eye(129, 128, k=-1)
+SPARSE = BCOO.fromdense(jnp.asarray(STIFFNESS, jnp.float32))
+
+
+LOAD = jnp.asarray(STIFFNESS, jnp.float32) @ (TARGETS + 1e-2 * normal(26, (128, 8)))
+
+
+def loaded(energy):
+    """Returns an energy with a load under which the network is close to the minimum."""
+    moved = TARGETS + 1e-2 * normal(25, (128, 8))
+    load = jax.grad(energy)(moved)
+    return lambda p, x: energy(u := network(p, x)) - jnp.vdot(load, u)
+
+
+def stretched(u):
+    return 0.5 * jnp.sum((jnp.asarray(DIFFERENCES, u.dtype) @ u) ** 2)
+
+
+def by_stiffness(u):
+    return 0.5 * jnp.einsum("ic,ij,jc->", u, jnp.asarray(STIFFNESS, u.dtype), u)
+
+
+def by_a_stencil(u):
+    forces = jax.vmap(lambda v: jnp.convolve(v, jnp.array([-1.0, 2.0, -1.0]), mode="same"), 1, 1)
+    return 0.5 * jnp.sum(u * forces(u))
+
+
+def by_sparse_stiffness(u):
+    return 0.5 * jnp.vdot(u, SPARSE @ u)
+
+
+def area(u):
+    return jnp.sum(jnp.sqrt(1 + (jnp.asarray(DIFFERENCES, u.dtype) @ u) ** 2))
+
+
+def summed_over_columns(u):
+    stiffness = jnp.asarray(STIFFNESS, u.dtype)
+    step = lambda total, v: (total + 0.5 * v @ (stiffness @ v), None)
+    return jax.lax.scan(step, 0.0, u.T)[0]
+
+
+def lowest_frequency(p, x):
+    """A quotient of energies, whose derivative is `K u - q u`."""
+    u = network(p, x)[:, 0] + jnp.sin(jnp.pi * (jnp.arange(128.0) + 1) / 129)
+    return u @ (jnp.asarray(STIFFNESS, u.dtype) @ u) / (u @ u)
+
+
 # A small derivative of the loss, which is the difference of large terms.
 NEAR_A_MINIMUM = {
     "counts": counts,
@@ -199,9 +277,27 @@ NEAR_A_MINIMUM = {
     "entropy": entropy,
     "gate": gate,
     "by a product": by_a_product,
+    "by an inner product": by_an_inner_product,
+    "of two networks": of_two_networks,
+    "in a branch": in_a_branch,
+    "over devices": over_devices,
+    "called twice": called_twice,
+    "energy by a matrix": loaded(by_stiffness),
+    "energy by differences": loaded(stretched),
+    "energy by a stencil": loaded(by_a_stencil),
+    "energy by a sparse matrix": loaded(by_sparse_stiffness),
+    "energy of an area": loaded(area),
+    "energy summed in a loop": loaded(summed_over_columns),
+    "quotient of energies": lowest_frequency,
+    "energy of parameters": lambda p, x: by_stiffness(p[0]) - jnp.vdot(LOAD, p[0]),
     "summed in a loop": summed,
     "summed in a loop of checkpoints": summed_again,
     "mean over a loop": mapped,
+}
+OTHERS = {
+    "gate": (WEIGHT, STATES),
+    "of two networks": ((LAYERS, LAYERS), POINTS),
+    "energy of parameters": ((TARGETS,), POINTS),
 }
 
 
@@ -226,7 +322,7 @@ PROGRAMS = {
     "fitted parameters": (lambda p, x: fitted(*p, network(p[0], x)), (LAYERS, NEAR), POINTS),
     **{f"shares: {k}": (loss, WEIGHT, STATES) for k, loss in SHARES.items()},
     **{
-        f"near a minimum: {k}": (loss, *((WEIGHT, STATES) if k == "gate" else (LAYERS, POINTS)))
+        f"near a minimum: {k}": (loss, *OTHERS.get(k, (LAYERS, POINTS)))
         for k, loss in NEAR_A_MINIMUM.items()
     },
     **{f"made weights: {k}": (_made(make), LAYERS, POINTS) for k, make in MADE.items()},
@@ -242,6 +338,7 @@ PROGRAMS = {
 FAST = "small residual", "trained centres", "fitted parameters", "made weights: tril"
 FAST += "decision: where", "decision: a rule", "shares: softmax"
 FAST += "near a minimum: divergence", "near a minimum: summed in a loop"
+FAST += "near a minimum: energy by a matrix", "near a minimum: called twice"
 
 
 @pytest.mark.filterwarnings("ignore:.*is done in half")  # loops of other libraries keep to float32

@@ -51,7 +51,8 @@ def test_what_differs_stays(fun):
     assert names_of(fun, jnp.arange(4.0)).count("sin") == 2
 
 
-def test_products_stay_apart():
-    """So each has its own line in a report."""
+def test_a_network_that_is_called_twice_is_evaluated_once():
     w = jnp.ones((4, 4))
-    assert names_of(lambda x: x @ w + x @ w, jnp.arange(4.0)).count("dot_general") == 2
+    layer = lambda x: jnp.tanh(x @ w)
+    names = names_of(lambda x: layer(layer(x)) + jnp.sin(layer(layer(x))), jnp.arange(4.0))
+    assert (names.count("dot_general"), names.count("tanh")) == (2, 2)

@@ -425,7 +425,7 @@ def test_products_in_compiled_functions_of_jax_have_the_line_of_their_call(optio
 
     def loss(w, x):
         first = jnp.linalg.matrix_power(w, 5)
-        second = jnp.linalg.matrix_power(w, 5)  # JAX records the line of the first call only
+        second = jnp.linalg.matrix_power(2 * w, 5)  # JAX records the line of the first call only
         h, _ = lax.scan(lambda h, _: step(h, w), x @ first @ second, length=3)
         return jnp.mean(h**2)
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +28,7 @@ from ._jets import (
     bind_primals,
     each,
     is_inexact,
+    is_traced,
     primal_of,
     spread,
     summed,
@@ -152,20 +154,24 @@ class Rules:
         to zero, so the derivative of the mean has no part in it."""
         squares, x, deviations = (x if isinstance(x, Jet) else Jet(x) for x in operands)
         axes = eqn.params["axes"]
+        # A rule is evaluated after the trace that made these factors.
+        traced, numbers = eqx.partition(self.algebra.factors, is_traced)
 
         @jax.custom_jvp
-        def about_mean(squares, x, deviations):
+        def about_mean(squares, x, deviations, traced):
             return squares
 
         @about_mean.defjvp
         def _(primals, tangents):
-            _, slope = jax.jvp(
-                lambda y: summed([self._square(y)], axes)[0], (primals[2],), (tangents[1],)
-            )
+            *_, deviations, traced = primals
+            algebra = dataclasses.replace(self.algebra, factors=eqx.combine(traced, numbers))
+            rules = dataclasses.replace(self, algebra=algebra)
+            square_of = lambda y: summed([rules._square(y)], axes)[0]
+            _, slope = jax.jvp(square_of, (deviations,), (tangents[1],))
             # The derivative of this rule takes the value by the rule again.
             return about_mean(*primals), slope
 
-        return [about_mean(squares, x, deviations)]
+        return [about_mean(squares, x, deviations, traced)]
 
     def _square(self, x: Jet) -> Jet:
         return self._closed("integer_pow", x, 2)
