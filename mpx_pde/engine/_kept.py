@@ -6,22 +6,19 @@ too, and what they keep is planned in the same way.
 """
 
 import dataclasses
-import functools as ft
-import operator
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 
 from ..program import _tables as tables
 from ..program._deviations import with_deviations_once
 from ..program._flat import Constant, Flat, Step, dependent, flatten, variables
 from ..program._jaxpr import aval_of, bodies_of, size_of as entries_of
-from ..program._products import product_shape, sums_nothing
 from ..program._rebind import bodies_in, carried_by
-from ._facts import COMPUTED, CONSTANT, DATA, MASTER, Fact, Facts, can_round, facts_of
+from ._facts import COMPUTED, CONSTANT, MASTER, Fact, Facts, can_round, facts_of
 from ._minimum_cut import chosen
+from ._of_loss import OfLoss
 from ._shares import shares_of
 
 
@@ -83,7 +80,7 @@ def passes_of(
     factors = {k: factors_of(x) for k, x in wanted.items()}
     factors.update(dict.fromkeys(from_loss, frozenset()))
     levels = {**(levels or {}), **{k: facts.level(x) for k, x in wanted.items()}}
-    of_loss = _OfLoss(backward, moves, factors, levels, exactly)
+    of_loss = OfLoss(backward, moves, factors, levels, exactly)
     loops, stacked = _loops_of(forward, backward, wanted, facts, half, of_loss)
     inside = {t.inputs[i] for t in backward.steps if id(t) in stacked for i in stacked[id(t)][1]}
     reads = {x for k, x in wanted.items() if k not in inside and not isinstance(x, Constant)}
@@ -163,130 +160,6 @@ def _multiplied(backward: Flat, wanted: Mapping[int, int | Constant]) -> set[int
     return set(variables([wanted[k] for k in found if k in wanted]))
 
 
-class _OfLoss:
-    """The cotangents of the loss in a backward program, times what multiplies them.
-
-    They are followed up to where they are first added to others. What is added there is a residual:
-    it is small in the end, and its terms are not, as in `exp(z) - y`, the derivative of
-    `exp(z) - y * z`. After a product with parameters or computed values, or a sum, cotangents are
-    what the residual gives. A product with a matrix that is fixed may be a term of it, as in
-    `K u - f`, the derivative of `u K u / 2 - f u`.
-
-    **Attributes:**
-
-    - `moves`: the values that depend on a cotangent.
-    - `levels`: the levels of values that do not.
-    - `factors`: for each cotangent that is followed, the values of the forward program that depend
-        on parameters and multiply it; also for these values.
-    - `exact`: those of them that nothing rounds.
-    - `had`: for a cotangent that is no longer followed, as after a product, the factors that it
-        had; `None` if it is made of several that differ in them.
-    - `products`: for each cotangent that is followed, the equations of the products that made it.
-    - `added`: the factors of cotangents that are added to others.
-    - `in_full`: the equations, by their `id`, of the products that made these cotangents.
-    """
-
-    def __init__(
-        self,
-        backward: Flat,
-        moves: set[int],
-        factors: Mapping[int, frozenset[int]],
-        levels: Mapping[int, int],
-        exact: Collection[int],
-    ):
-        self.moves, self.exact = moves, frozenset(exact)
-        self.levels = {**dict.fromkeys(backward.constants, CONSTANT), **levels}
-        self.factors = {**factors}
-        self.had = dict[int, frozenset[int] | None]()
-        self.products = dict[int, frozenset[int]]()
-        self.added, self.in_full = set[int](), set[int]()
-        none = frozenset[int]()
-        for step in backward.steps:
-            still = moves.isdisjoint(step.variables)
-            if not still and step.name in tables.ONCE:
-                self._enter(step)
-                continue
-            given = {self.factors.get(x, None if x in moves else none) for x in step.variables}
-            known = none.union(*(x for x in given if x is not None))
-            first = {self.factors.get(x, self.had.get(x)) for x in step.variables if x in moves}
-            made_by = none.union(*(self.products.get(x, none) for x in step.variables))
-            if still:
-                self.levels.update(dict.fromkeys(step.outputs, self.level(*step.variables)))
-            # Of the same factors at other places, as in a difference of neighbours, each is right.
-            # So it is in a skip connection, where a residual meets what a product made of it.
-            if not still and step.name in tables.ADDITIONS and len((given - {None}) | first) > 1:
-                self.added |= known
-                self.in_full |= made_by
-            elif None not in given and (still or self._follows(step)):
-                self.factors.update(dict.fromkeys(step.outputs, known))
-                made_by |= {id(step.eqn)} if step.name in tables.PRODUCTS else none
-                self.products.update(dict.fromkeys(step.outputs, made_by))
-                continue
-            if not still:
-                one = first.pop() if len(first) == 1 else None
-                self.had.update(dict.fromkeys(step.outputs, one))
-
-    def _enter(self, step: Step) -> None:
-        """Follows cotangents through the programs in a container, of which one is evaluated."""
-        found = [self._inside(step, body, start) for body, start, _ in bodies_in(step.eqn)]
-        for inner, _ in found:
-            self.added |= inner.added
-            self.in_full |= inner.in_full
-        none = frozenset[int]()
-        for i, x in enumerate(step.outputs):
-            results = [
-                (inner, y)
-                for inner, outputs in found
-                if not isinstance(y := outputs[i], Constant) and y in inner.moves
-            ]
-            followed = [o.factors[y] for o, y in results if y in o.factors]
-            had = {o.factors.get(y, o.had.get(y)) for o, y in results}
-            self.products[x] = none.union(*(o.products.get(y, none) for o, y in results))
-            if len(followed) == len(results):
-                self.factors[x] = none.union(*followed)
-            else:
-                self.had[x] = had.pop() if len(had) == 1 else None
-
-    def _inside(
-        self, step: Step, body: ClosedJaxpr, start: int
-    ) -> tuple["_OfLoss", tuple[int | Constant, ...]]:
-        flat = flatten(body, forward_mode=False, sharded=True)
-        given = list(zip(flat.inputs, step.inputs[start:], strict=True))
-        own = [(k, x) for k, x in given if not isinstance(x, Constant)]
-        moves = dependent(flat, [k for k, x in own if x in self.moves])
-        factors = {k: self.factors[x] for k, x in own if x in self.factors}
-        levels = {k: self.level(x) for k, x in given}
-        return _OfLoss(flat, moves, factors, levels, self.exact), flat.outputs
-
-    def _follows(self, step: Step) -> bool:
-        """Returns whether the result of a step is a cotangent of the loss as its operand is."""
-        if step.name not in tables.PRODUCTS | tables.SPARSE:
-            return step.name in _FOLLOWED
-        level = self.level(*(x for x in step.variables if x not in self.moves))
-        if level in (CONSTANT, DATA):
-            return True
-        # Products that sum nothing are those of inner products in the loss. The last layer of a
-        # network with one output has one, too: of parameters, with a cotangent for each point.
-        return sums_nothing(step.eqn) and (level != MASTER or self._is_number(step))
-
-    def _is_number(self, step: Step) -> bool:
-        """Returns whether the cotangent in a product is one number for each entry of a batch."""
-        _, *rows_and_columns, _ = product_shape(step.eqn)
-        return rows_and_columns[0 if step.inputs[0] in self.moves else 1] == 1
-
-    def level(self, *found: Any) -> int:
-        """Returns the level of what is computed of some variables or constants."""
-        known = (
-            CONSTANT if isinstance(x, Constant) else self.levels.get(x, COMPUTED) for x in found
-        )
-        return ft.reduce(operator.or_, known, CONSTANT)
-
-    def alone(self, x: Any) -> bool:
-        """Returns whether a variable is a cotangent of the loss times numbers, data and parameters
-        alone."""
-        return x in self.moves and self.exact.issuperset(self.factors.get(x, [None]))
-
-
 def _before_moves(found: Collection[int], facts: Facts) -> tuple[set[int], set[int]]:
     """Returns values as they were before they were moved, for example broadcast, or multiplied by a
     number; and what they were in between."""
@@ -300,8 +173,6 @@ def _before_moves(found: Collection[int], facts: Facts) -> tuple[set[int], set[i
         first.add(x)
     return first, later - first
 
-
-_FOLLOWED = (_MULTIPLIES | tables.LINEAR) - tables.PRODUCTS
 
 _MULTIPLIED_INSIDE = (tables.LOOPS | tables.ONCE) - tables.UNBOUNDED
 """Containers that JAX's own derivatives are in."""
@@ -373,7 +244,7 @@ def _loops_of(
     wanted: Mapping[int, int | Constant],
     facts: Facts,
     half: np.dtype,
-    of_loss: _OfLoss,
+    of_loss: OfLoss,
 ) -> tuple[dict[int, Passes], dict[int, tuple[Step, dict[int, int]]]]:
     """Finds the loops of the backward program that transpose loops of the forward one, and plans
     what is kept in each of their steps."""
@@ -421,7 +292,7 @@ def _passes_of_bodies(
     places: dict[int, int],
     facts: Facts,
     half: np.dtype,
-    of_loss: _OfLoss,
+    of_loss: OfLoss,
 ) -> Passes:
     bodies = [flatten(bodies_of(x.eqn)[0], forward_mode=False, sharded=True) for x in (s, t)]
     forward, backward = with_deviations_once(bodies[0]), bodies[1]

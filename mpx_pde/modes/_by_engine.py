@@ -80,8 +80,8 @@ class FullForward(AbstractUncast):
 
     scales: ClassVar = True
     is_autocast: ClassVar = False
-    # Three eighths of the backward pass are a quarter of the work. Of the four products of a network
-    # with one hidden layer, which meets the point, and one output a quarter is half, too.
+    # Three eighths of the backward pass are a quarter of the work. A network with one hidden layer,
+    # which meets the point, and one output has as much: one of its four products.
     least: ClassVar = 1 / 5
     alternatives: ClassVar = ()
     advice: ClassVar = (
