@@ -144,6 +144,24 @@ def unrolled(v, weights):
     return v
 
 
+def calling_twice(v, weight):
+    """Steps that call a layer, and again for its derivative."""
+
+    def step(h, _):
+        layer = lambda h: jnp.tanh(h @ weight)
+        slope = jax.jvp(layer, (h,), (jnp.ones_like(h),))[1]
+        return rounded(h + 0.1 * layer(h) * slope), None
+
+    return lax.scan(step, v, None, length=5)[0]
+
+
+def energy(v):
+    """The energy of a loaded membrane."""
+    n = v.shape[-1]
+    stiffness = 2 * jnp.eye(n) - jnp.eye(n, k=1) - jnp.eye(n, k=-1)
+    return v @ (stiffness @ v) / 2 - jnp.vdot(jnp.ones(n), v)
+
+
 def thresholded(v, weight, threshold):
     """Decides in each step of a loop on what it computed."""
     step = lambda i, h: rounded(

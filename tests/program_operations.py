@@ -409,8 +409,8 @@ jnp.where({v} > {t}, {v} @ {W:n,n}, {v})
 jnp.sum(jnp.where({m} > {t}, {m} ** 2, 0.0), 1)
 """
 
-# Weights that are made of parameters and of something else, skips in loops, and products of two
-# networks.
+# Weights that are made of parameters and of something else, skips in loops, products of two
+# networks, networks that are called twice, and energies.
 MADE = """
 {v} @ jnp.tril({W:n,n})
 {v} @ ({W:n,n} + jnp.eye({n}))
@@ -432,6 +432,11 @@ skipping({v}, {W:n,n}, 0.01)
 leaking({v}, {W:n,n}, {W:1}[0])
 gated({v}, {W:n,n}, {W:n,n})
 unrolled({v}, {W:3,n,n})
+(lambda f: f({v}) * jnp.sin(f({v})))(lambda h: jnp.tanh(h @ {W:n,8}))
+(lambda f: f({v}) + jax.grad(lambda h: jnp.sum(f(h)))({v}))(lambda h: jnp.tanh(h @ {W:n,n}))
+(lambda f: jax.jvp(f, ({v},), (jnp.sin({v}),))[1] + f({v}))(lambda h: jnp.tanh(h @ {W:n,n}))
+calling_twice({v}, {W:n,n})
+energy(jnp.tanh({v} @ {W:n,n})) * {v}
 lax.scan(lambda h, k: (h + 0.1 * jnp.tanh(h @ k), None), {v}, {W:4,n,n})[0]
 jnp.tanh({v} @ {W:n,4}) @ jnp.tanh({u} @ {W:n,4})
 jnp.tanh({v} @ {W:n,4}) * jnp.sin({u} @ {W:n,4})
