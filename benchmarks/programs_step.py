@@ -1,10 +1,10 @@
 """How long does a step with `forward="float32"` take on a CPU? Programs in plain JAX and Equinox.
 
-The networks have the shapes that people train, and know nothing of this library: an MLP, a PINN by
-`partials` and one by `jax.hessian`, a DeepONet, a transformer, a neural ODE, an LSTM, messages in a
-graph, and convolutions. Each step takes a gradient and updates with Adam, in float32, and with a
-backward pass in float16 and in bfloat16. Besides time and memory, the errors of the outputs and of
-the first gradient against float64 are recorded.
+The networks have the shapes that people train, and know nothing of this library: an MLP, PINNs by
+`partials`, by `jax.hessian` and by nested `jax.grad`, a DeepONet, a transformer, a neural ODE, an
+LSTM, messages in a graph, and convolutions. Each step takes a gradient and updates with Adam, in
+float32, and with a backward pass in float16 and in bfloat16. Besides time and memory, the errors of
+the outputs and of the first gradient against float64 are recorded.
 
     python -m benchmarks programs_step --programs MLP LSTM
 """
@@ -74,6 +74,13 @@ def solved(terms: Callable[..., Any]) -> Loss:
 def by_partials(model, point, derivatives):
     named = {"coords": "txy", "outputs": "u", "scaling": derivatives}
     return mpx.partials(model, foreign_step.TERMS, **named)(point)
+
+
+def by_nested_grad(model, point):
+    """Takes the terms as they are written by hand, a function of numbers for each."""
+    u = lambda *p: model(jnp.stack(p))
+    second = (jax.grad(jax.grad(u, i), i)(*point) for i in range(3))
+    return dict(zip(foreign_step.TERMS, (u(*point), *second), strict=True))
 
 
 def of_rows(model, x):
@@ -156,6 +163,11 @@ PROGRAMS: Mapping[str, tuple[Callable[[], Any], Loss, tuple[int, ...]]] = {
     "PINN by `jax.hessian`": (
         partial(mlp, 3, "scalar", 64),
         solved(lambda model, point, derivatives: foreign_step.by_hessian(model, point)),
+        (512, 3),
+    ),
+    "PINN by nested `jax.grad`": (
+        partial(mlp, 3, "scalar", 64),
+        solved(lambda model, point, derivatives: by_nested_grad(model, point)),
         (512, 3),
     ),
     "DeepONet": (deeponet, fitted(of_functions, first_wave), (64, 100)),
