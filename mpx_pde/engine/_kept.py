@@ -18,7 +18,7 @@ from ..program._jaxpr import aval_of, bodies_of, size_of as entries_of
 from ..program._rebind import bodies_in, carried_by
 from ._facts import COMPUTED, CONSTANT, MASTER, Fact, Facts, can_round, facts_of
 from ._minimum_cut import chosen
-from ._of_loss import OfLoss
+from ._of_loss import Cotangent, OfLoss
 from ._shares import shares_of
 
 
@@ -78,9 +78,9 @@ def passes_of(
     moves = dependent(backward, cotangents if moving is None else moving)
     from_loss = cotangents if from_loss is None else from_loss
     factors = {k: factors_of(x) for k, x in wanted.items()}
-    factors.update(dict.fromkeys(from_loss, frozenset()))
+    of = dict.fromkeys(from_loss, Cotangent.term(frozenset()))
     levels = {**(levels or {}), **{k: facts.level(x) for k, x in wanted.items()}}
-    of_loss = OfLoss(backward, moves, factors, levels, exactly)
+    of_loss = OfLoss(backward, moves, of, factors, levels, exactly)
     loops, stacked = _loops_of(forward, backward, wanted, facts, half, of_loss)
     inside = {t.inputs[i] for t in backward.steps if id(t) in stacked for i in stacked[id(t)][1]}
     reads = {x for k, x in wanted.items() if k not in inside and not isinstance(x, Constant)}

@@ -5,8 +5,8 @@ What is added there is a residual, and its terms may be much larger than it is.
 
 import functools as ft
 import operator
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr
 
@@ -23,6 +23,37 @@ _FOLLOWED = tables.SCALINGS | tables.SELECTS | tables.LINEAR
 """Operations after which a cotangent is followed."""
 
 
+class Cotangent(NamedTuple):
+    """What is known of a cotangent. Factors are values of the forward program that depend on
+    parameters.
+
+    **Attributes:**
+
+    - `factors`: those that multiply the cotangent of the loss in it; `None` if it is more than one
+        term, or has met what is not followed, such as a product with parameters.
+    - `of_sum`: the factors of a term, or of all terms of a sum of such, also multiplied, or moved;
+        `None` for others.
+    - `first`: the factors that it had when it was one term; `None` if it is made of several that
+        differ in them.
+    - `products`: the equations, by their `id`, of the products that it went through as one term, or
+        as one sum.
+    """
+
+    factors: frozenset[int] | None = None
+    of_sum: frozenset[int] | None = None
+    first: frozenset[int] | None = None
+    products: frozenset[int] = _NONE
+
+    @classmethod
+    def term(cls, factors: frozenset[int], products: frozenset[int] = _NONE) -> "Cotangent":
+        """Returns a cotangent of the loss, times some factors."""
+        return cls(factors, factors, factors, products)
+
+    @property
+    def is_sum(self) -> bool:
+        return self.factors is None and self.of_sum is not None
+
+
 class OfLoss:
     """The cotangents of the loss in a backward program, times what multiplies them.
 
@@ -30,18 +61,16 @@ class OfLoss:
     it is small in the end, and its terms are not, as in `exp(z) - y`, the derivative of
     `exp(z) - y * z`. After a product with parameters or computed values, or a sum, cotangents are
     what the residual gives. A product with a matrix that is fixed may be a term of it, as in
-    `K u - f`, the derivative of `u K u / 2 - f u`.
+    `K u - f`, the derivative of `u K u / 2 - f u`. So may one with a sum of several terms, which is
+    a stress, and no residual, in `B' s(B u) - f`.
 
     **Attributes:**
 
     - `moves`: the values that depend on a cotangent.
-    - `levels`: the levels of values that do not.
-    - `factors`: for each cotangent that is followed, the values of the forward program that depend
-        on parameters and multiply it; also for these values.
-    - `exact`: those of them that nothing rounds.
-    - `had`: for a cotangent that is no longer followed, as after a product, the factors that it
-        had; `None` if it is made of several that differ in them.
-    - `products`: for each cotangent that is followed, the equations of the products that made it.
+    - `cotangents`: what is known of these.
+    - `factors`: the factors in other values.
+    - `levels`: the levels of other values.
+    - `exact`: the factors that nothing rounds.
     - `added`: the factors of cotangents that are added to others.
     - `in_full`: the equations, by their `id`, of the products that made these cotangents.
     """
@@ -50,50 +79,71 @@ class OfLoss:
         self,
         backward: Flat,
         moves: set[int],
+        cotangents: Mapping[int, Cotangent],
         factors: Mapping[int, frozenset[int]],
         levels: Mapping[int, int],
         exact: Collection[int],
     ):
         self.moves, self.exact = moves, frozenset(exact)
+        self.cotangents, self.factors = {**cotangents}, {**factors}
         self.levels = {**dict.fromkeys(backward.constants, CONSTANT), **levels}
-        self.factors = {**factors}
-        self.had = dict[int, frozenset[int] | None]()
-        self.products = dict[int, frozenset[int]]()
         self.added, self.in_full = set[int](), set[int]()
         for step in backward.steps:
             if moves.isdisjoint(step.variables):
-                self._add_factors(step)
+                self.factors.update(dict.fromkeys(step.outputs, self._factors(step.variables)))
+                self.levels.update(dict.fromkeys(step.outputs, self.level(*step.variables)))
             elif step.name in tables.ONCE:
                 self._enter(step)
             else:
-                self._add_cotangents(step)
+                self.cotangents.update(dict.fromkeys(step.outputs, self._made(step)))
 
-    def _add_factors(self, step: Step) -> None:
-        """Adds the results of a step that depends on no cotangent."""
-        known = _NONE.union(*(self.factors.get(x, _NONE) for x in step.variables))
-        self.factors.update(dict.fromkeys(step.outputs, known))
-        self.levels.update(dict.fromkeys(step.outputs, self.level(*step.variables)))
-
-    def _add_cotangents(self, step: Step) -> None:
-        """Adds the results of a step that depends on a cotangent."""
-        moving = [x for x in step.variables if x in self.moves]
-        still = [x for x in step.variables if x not in self.moves]
-        given = {self.factors.get(x) for x in moving} | {self.factors.get(x, _NONE) for x in still}
-        known = _NONE.union(*(x for x in given if x is not None))
-        first = {self.factors.get(x, self.had.get(x)) for x in moving}
-        made_by = _NONE.union(*(self.products.get(x, _NONE) for x in moving))
+    def _made(self, step: Step) -> Cotangent:
+        """Returns what is known of the results of a step that depends on a cotangent."""
+        moving, still = self._parted(step)
+        given = [self.cotangents.get(x, _UNKNOWN) for x in moving]
+        others = self._factors(still)
+        terms = {x.factors for x in given} - {None} | ({others} if still else set())
+        first = {x.first for x in given}
+        products = _NONE.union(*(x.products for x in given))
+        of_sum = self._of_sum(step, given, others)
+        adds = step.name in tables.ADDITIONS
         # Of the same factors at other places, as in a difference of neighbours, each is right. So
         # it is in a skip connection, where a residual meets what a product made of it.
-        if step.name in tables.ADDITIONS and len((given - {None}) | first) > 1:
+        differ = adds and len(terms | first) > 1
+        known = _NONE.union(*(x for x in terms if x is not None))
+        if differ:
             self.added |= known
-            self.in_full |= made_by
-        elif None not in given and self._follows(step):
-            made_by |= {id(step.eqn)} if step.name in tables.PRODUCTS else _NONE
-            self.factors.update(dict.fromkeys(step.outputs, known))
-            self.products.update(dict.fromkeys(step.outputs, made_by))
-            return
-        had = first.pop() if len(first) == 1 else None
-        self.had.update(dict.fromkeys(step.outputs, had))
+        if differ or (adds and any(x.is_sum for x in given)):
+            self.in_full |= products
+            if products and of_sum is not None:
+                self.added |= of_sum
+                of_sum = _NONE
+            products = _NONE
+        if step.name in tables.PRODUCTS:
+            products |= {id(step.eqn)}
+        if not differ and all(x.factors is not None for x in given) and self._follows(step):
+            return Cotangent.term(known, products)
+        one = first.pop() if len(first) == 1 else None
+        return Cotangent(None, of_sum, one, _NONE if of_sum is None else products)
+
+    def _of_sum(
+        self, step: Step, given: Sequence[Cotangent], others: frozenset[int]
+    ) -> frozenset[int] | None:
+        """Returns the factors of a sum that a step makes, or multiplies by what is fixed."""
+        fixed = self.level(*self._parted(step)[1]) in (CONSTANT, DATA)
+        multiplies = fixed and step.name in tables.PRODUCTS | tables.SPARSE
+        sums = [x.of_sum for x in given if x.of_sum is not None]
+        if len(sums) < len(given) or not (multiplies or step.name in _FOLLOWED | tables.ADDITIONS):
+            return None
+        return others.union(*sums)
+
+    def _parted(self, step: Step) -> tuple[list[int], list[int]]:
+        """Returns the operands that depend on a cotangent, and the others."""
+        moving = [x for x in step.variables if x in self.moves]
+        return moving, [x for x in step.variables if x not in self.moves]
+
+    def _factors(self, still: Iterable[int]) -> frozenset[int]:
+        return _NONE.union(*(self.factors.get(x, _NONE) for x in still))
 
     def _enter(self, step: Step) -> None:
         """Follows cotangents through the programs in a container, of which one is evaluated."""
@@ -102,18 +152,17 @@ class OfLoss:
             self.added |= inner.added
             self.in_full |= inner.in_full
         for i, x in enumerate(step.outputs):
-            results = [
-                (inner, y)
+            of = [
+                inner.cotangents.get(y, _UNKNOWN)
                 for inner, outputs in found
                 if not isinstance(y := outputs[i], Constant) and y in inner.moves
             ]
-            followed = [o.factors[y] for o, y in results if y in o.factors]
-            had = {o.factors.get(y, o.had.get(y)) for o, y in results}
-            self.products[x] = _NONE.union(*(o.products.get(y, _NONE) for o, y in results))
-            if len(followed) == len(results):
-                self.factors[x] = _NONE.union(*followed)
-            else:
-                self.had[x] = had.pop() if len(had) == 1 else None
+            self.cotangents[x] = Cotangent(
+                _all_of(x.factors for x in of),
+                _all_of(x.of_sum for x in of),
+                of[0].first if len({x.first for x in of}) == 1 else None,
+                _NONE.union(*(x.products for x in of)),
+            )
 
     def _inside(
         self, step: Step, body: ClosedJaxpr, start: int
@@ -122,16 +171,20 @@ class OfLoss:
         given = list(zip(flat.inputs, step.inputs[start:], strict=True))
         own = [(k, x) for k, x in given if not isinstance(x, Constant)]
         moves = dependent(flat, [k for k, x in own if x in self.moves])
+        cotangents = {k: self.cotangents[x] for k, x in own if x in self.cotangents}
         factors = {k: self.factors[x] for k, x in own if x in self.factors}
         levels = {k: self.level(x) for k, x in given}
-        return OfLoss(flat, moves, factors, levels, self.exact), flat.outputs
+        return OfLoss(flat, moves, cotangents, factors, levels, self.exact), flat.outputs
 
     def _follows(self, step: Step) -> bool:
-        """Returns whether the result of a step is a cotangent of the loss as its operand is."""
+        """Returns whether a step makes one term of the cotangents in it."""
         if step.name not in tables.PRODUCTS | tables.SPARSE:
             return step.name in _FOLLOWED
-        level = self.level(*(x for x in step.variables if x not in self.moves))
-        if level in (CONSTANT, DATA):
+        moving, still = self._parted(step)
+        level = self.level(*still)
+        # The matrix may be in the cotangent, as `K` is in that of `u u'` in `sum(K * (u u'))`.
+        fixed = level != MASTER and not any(self.cotangents[x].factors for x in moving)
+        if level in (CONSTANT, DATA) or fixed:
             return True
         # Products that sum nothing are those of inner products in the loss. The last layer of a
         # network with one output has one, too: of parameters, with a cotangent for each point.
@@ -152,4 +205,18 @@ class OfLoss:
     def alone(self, x: Any) -> bool:
         """Returns whether a variable is a cotangent of the loss times numbers, data and parameters
         alone."""
-        return x in self.moves and self.exact.issuperset(self.factors.get(x, [None]))
+        found = self.cotangents.get(x, _UNKNOWN).factors
+        return found is not None and self.exact.issuperset(found)
+
+
+_UNKNOWN = Cotangent()
+
+
+def _all_of(factors: Iterable[frozenset[int] | None]) -> frozenset[int] | None:
+    """Returns all factors, unless some are not known."""
+    out = _NONE
+    for x in factors:
+        if x is None:
+            return None
+        out |= x
+    return out

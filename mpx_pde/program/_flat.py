@@ -225,8 +225,8 @@ def needed(steps: Sequence[Step], outputs: Sequence[int | Constant]) -> tuple[St
 def merged(flat: Flat) -> Flat:
     """Returns a program without the equations that compute again what an earlier one does, such as
     the mean in a variance and that in a norm, or the layers of a network that a loss calls twice
-    for the same points. Containers and what has effects stay, and so does a function with its own
-    derivative unless JAX has traced both calls at once."""
+    for the same points. Containers, functions with a backward rule, and what has effects stay. So
+    does a function with a `custom_jvp` rule, unless JAX has traced both calls at once."""
     names = {k: ("array", id(c.value)) for k, c in flat.constants.items()}
 
     def name(x):

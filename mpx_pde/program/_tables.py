@@ -442,8 +442,10 @@ LIGHT = ((FULL | FOLLOWING) - _with("slow")) | _with("light")
 (softmax, norms, most activations) is evaluated again in the backward pass. Series and searches,
 which take time, and collectives, which wait for other devices, are left out."""
 
-MERGED = LIGHT | PRODUCTS | CUSTOM
-"""Operations that are evaluated once where a program asks twice for the same result."""
+MERGED = LIGHT | PRODUCTS | PUSHES
+"""Operations that are evaluated once where a program asks twice for the same result. A backward
+rule of the user's is left out: of a sum of cotangents it may return another value than the sum of
+what it returns for each, as one that clips them does."""
 
 ALONE = _with("alone")
 """Operations that take long, have a memory of their own or choose by values. They are in no layer

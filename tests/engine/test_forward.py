@@ -236,6 +236,18 @@ def test_custom_derivatives_are_kept():
     assert relative(grads, eqx.filter_grad(loss)(model, ROWS)) < TOLERANCES["float16"]
 
 
+def test_a_backward_rule_is_evaluated_for_each_call():
+    """A rule that clips cotangents returns less for a sum of two than for each."""
+    clipped = jax.custom_vjp(lambda x: jnp.sin(x))
+    clipped.defvjp(lambda x: (jnp.sin(x), None), lambda _, g: (jnp.clip(g, -1e-3, 1e-3),))
+    network = jax.jit(lambda model, x: clipped(jax.vmap(model)(x)))  # both calls are traced once
+    loss = lambda model, x: jnp.sum(network(model, x) + jnp.cos(network(model, x)))
+    model = eqx.nn.Linear(8, 4, key=KEY)
+    run = lambda loss: evaluated(loss, model, ROWS, "float16", scaling=mpx.NoOpLossScaling())
+    for either in loss, lambda model, x: jax.lax.cond(x[0, 0] < 9, loss, lambda *_: 0.0, model, x):
+        assert relative(run(either)[1], eqx.filter_grad(loss)(model, ROWS)) < 1e-3
+
+
 def test_a_custom_rule_that_closes_over_arrays_of_the_loss_is_told_the_mend():
     def loss(model, x):
         @jax.custom_jvp

@@ -263,6 +263,27 @@ def summed_over_columns(u):
     return jax.lax.scan(step, 0.0, u.T)[0]
 
 
+def by_elements(u):
+    """Each element has two nodes, and the same matrix."""
+    ends = u[np.arange(127)[:, None] + np.arange(2)]
+    return 0.5 * jnp.einsum("eic,ij,ejc->", ends, jnp.array([[1.0, -1.0], [-1.0, 1.0]]), ends)
+
+
+def by_a_trace(u):
+    return 0.5 * jnp.trace(u.T @ (jnp.asarray(STIFFNESS, u.dtype) @ u))
+
+
+def two_phases(u):
+    """The stress is a sum of terms, times a value: none of them is small."""
+    strain = jnp.asarray(DIFFERENCES, u.dtype) @ u
+    return jnp.sum((strain**2 - 1) ** 2 + strain**2)
+
+
+def on_a_basis(u):
+    basis = normal(27, (8, 128), 0.1)
+    return by_stiffness((u @ basis).T)
+
+
 def lowest_frequency(p, x):
     """A quotient of energies, whose derivative is `K u - q u`."""
     u = network(p, x)[:, 0] + jnp.sin(jnp.pi * (jnp.arange(128.0) + 1) / 129)
@@ -287,6 +308,10 @@ NEAR_A_MINIMUM = {
     "energy by a stencil": loaded(by_a_stencil),
     "energy by a sparse matrix": loaded(by_sparse_stiffness),
     "energy of an area": loaded(area),
+    "energy of elements": loaded(by_elements),
+    "energy by a trace": loaded(by_a_trace),
+    "energy of two phases": loaded(two_phases),
+    "energy on a basis": loaded(on_a_basis),
     "energy summed in a loop": loaded(summed_over_columns),
     "quotient of energies": lowest_frequency,
     "energy of parameters": lambda p, x: by_stiffness(p[0]) - jnp.vdot(LOAD, p[0]),
