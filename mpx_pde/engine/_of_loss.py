@@ -113,7 +113,9 @@ class OfLoss:
         known = _NONE.union(*(x for x in terms if x is not None))
         if differ:
             self.added |= known
-        if differ or (adds and any(x.is_sum for x in given)):
+        # A sum that meets a term of its own is a stress that meets its load.
+        loaded = adds and any(x.is_sum for x in given) and bool(terms)
+        if differ or loaded:
             self.in_full |= products
             if products and of_sum is not None:
                 self.added |= of_sum

@@ -80,9 +80,9 @@ class FullForward(AbstractUncast):
 
     scales: ClassVar = True
     is_autocast: ClassVar = False
-    # Three eighths of the backward pass are a quarter of the work. A network with one hidden layer,
-    # which meets the point, and one output has as much: one of its four products.
-    least: ClassVar = 1 / 5
+    # Three eighths of the backward pass are a quarter of the work. A network with one hidden layer
+    # and one output, the first layer of which meets the point, has half of that.
+    least: ClassVar = 1 / 8
     alternatives: ClassVar = ()
     advice: ClassVar = (
         "With `forward=` the forward pass stays in full, and of the backward pass the products of "
