@@ -173,10 +173,12 @@ def test_the_gradient_of_a_jinns_loss(way, half):
         warnings.simplefilter("error", mpx.PrecisionWarning)
         value, grads, report = in_half(loss, params, batch, half, burgers_in_full(), **options)
     count = burgers_in_full()[2]
-    assert sum(products(report).values()) == count
+    done = sum(products(report).values())
+    # The loss calls the network for each derivative. `autocast` evaluates what these share once.
+    assert done < count if way == "autocast" else done == count
     assert report.half_share >= share
     if share == 1:
-        assert products(report) == {half: count}
+        assert products(report) == {half: done}
     assert value < of_value * ROUNDOFF[half]
     assert grads < of_gradient * ROUNDOFF[half]
 
