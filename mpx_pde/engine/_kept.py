@@ -66,8 +66,8 @@ def passes_of(
 ) -> Passes:
     """Returns both passes of a program, with what is kept. `operand_facts` are those of the forward
     program. Of the operands of the backward one, `moving` depend on a cotangent, and `from_loss`
-    are cotangents of the loss: all that are not `wanted`, if not given. `levels` are
-    those of operands that are neither."""
+    are cotangents of the loss: all that are not `wanted`, if not given. `levels` are those of
+    operands that are neither."""
     facts = facts_of(forward, operand_facts, half)
 
     def factors_of(x: int | Constant) -> frozenset[int]:
