@@ -24,8 +24,8 @@ _FOLLOWED = tables.SCALINGS | tables.SELECTS | tables.LINEAR
 
 
 class Cotangent(NamedTuple):
-    """What is known of a cotangent. Factors are values of the forward program that depend on
-    parameters.
+    """A cotangent in a backward program, described by its factors: values of the forward program
+    that depend on parameters.
 
     **Attributes:**
 
@@ -99,18 +99,21 @@ class OfLoss:
 
     def _made(self, step: Step) -> Cotangent:
         """Returns what is known of the results of a step that depends on a cotangent."""
-        moving, still = self._parted(step)
-        given = [self.cotangents.get(x, _UNKNOWN) for x in moving]
-        others = self._factors(still)
-        terms = {x.factors for x in given} - {None} | ({others} if still else set())
+        given = [self.cotangents.get(x, _UNKNOWN) for x in step.variables if x in self.moves]
+        still = [x for x in step.variables if x not in self.moves]
+        level, others = self.level(*still), self._factors(still)
+        terms = {x.factors for x in given if x.factors is not None}
+        terms |= {others} if still else set()
         first = {x.first for x in given}
         products = _NONE.union(*(x.products for x in given))
-        of_sum = self._of_sum(step, given, others)
+        sums = [x.of_sum for x in given if x.of_sum is not None]
+        keeps_sums = len(sums) == len(given) and _keeps_sums(step, level)
+        of_sum = others.union(*sums) if keeps_sums else None
         adds = step.name in tables.ADDITIONS
         # Of the same factors at other places, as in a difference of neighbours, each is right. So
         # it is in a skip connection, where a residual meets what a product made of it.
         differ = adds and len(terms | first) > 1
-        known = _NONE.union(*(x for x in terms if x is not None))
+        known = _NONE.union(*terms)
         if differ:
             self.added |= known
         # A sum that meets a term of its own is a stress that meets its load.
@@ -123,26 +126,11 @@ class OfLoss:
             products = _NONE
         if step.name in tables.PRODUCTS:
             products |= {id(step.eqn)}
-        if not differ and all(x.factors is not None for x in given) and self._follows(step):
+        one_term = not differ and all(x.factors is not None for x in given)
+        if one_term and self._follows(step, given, level):
             return Cotangent.term(known, products)
         one = first.pop() if len(first) == 1 else None
         return Cotangent(None, of_sum, one, _NONE if of_sum is None else products)
-
-    def _of_sum(
-        self, step: Step, given: Sequence[Cotangent], others: frozenset[int]
-    ) -> frozenset[int] | None:
-        """Returns the factors of a sum that a step makes, or multiplies by what is fixed."""
-        fixed = self.level(*self._parted(step)[1]) in (CONSTANT, DATA)
-        multiplies = fixed and step.name in tables.PRODUCTS | tables.SPARSE
-        sums = [x.of_sum for x in given if x.of_sum is not None]
-        if len(sums) < len(given) or not (multiplies or step.name in _FOLLOWED | tables.ADDITIONS):
-            return None
-        return others.union(*sums)
-
-    def _parted(self, step: Step) -> tuple[list[int], list[int]]:
-        """Returns the operands that depend on a cotangent, and the others."""
-        moving = [x for x in step.variables if x in self.moves]
-        return moving, [x for x in step.variables if x not in self.moves]
 
     def _factors(self, still: Iterable[int]) -> frozenset[int]:
         return _NONE.union(*(self.factors.get(x, _NONE) for x in still))
@@ -178,14 +166,12 @@ class OfLoss:
         levels = {k: self.level(x) for k, x in given}
         return OfLoss(flat, moves, cotangents, factors, levels, self.exact), flat.outputs
 
-    def _follows(self, step: Step) -> bool:
+    def _follows(self, step: Step, given: Sequence[Cotangent], level: int) -> bool:
         """Returns whether a step makes one term of the cotangents in it."""
         if step.name not in tables.PRODUCTS | tables.SPARSE:
             return step.name in _FOLLOWED
-        moving, still = self._parted(step)
-        level = self.level(*still)
         # The matrix may be in the cotangent, as `K` is in that of `u u'` in `sum(K * (u u'))`.
-        fixed = level != MASTER and not any(self.cotangents[x].factors for x in moving)
+        fixed = level != MASTER and not any(x.factors for x in given)
         if level in (CONSTANT, DATA) or fixed:
             return True
         # Products that sum nothing are those of inner products in the loss. The last layer of a
@@ -212,6 +198,14 @@ class OfLoss:
 
 
 _UNKNOWN = Cotangent()
+
+
+def _keeps_sums(step: Step, level: int) -> bool:
+    """Returns whether a step adds cotangents, or treats a sum of them as its terms. `level` is that
+    of its other operands."""
+    if step.name in tables.PRODUCTS | tables.SPARSE:
+        return level in (CONSTANT, DATA)
+    return step.name in _FOLLOWED | tables.ADDITIONS
 
 
 def _all_of(factors: Iterable[frozenset[int] | None]) -> frozenset[int] | None:

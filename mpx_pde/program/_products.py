@@ -149,24 +149,29 @@ def product_shape(eqn: JaxprEqn) -> tuple[int, ...]:
     if "conv" not in eqn.primitive.name:
         (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
         rows = len(x) - len(contracted)
-        sizes = out[: len(batch)], out[len(batch) : rows], out[rows:], [x[i] for i in contracted]
+        sizes = out[: len(batch)], out[len(batch) : rows], out[rows:], _summed(eqn)
         return tuple(map(_number, sizes))
-    outputs, inputs, *window = (y[i] for i in eqn.params["dimension_numbers"].rhs_spec)
+    outputs = y[eqn.params["dimension_numbers"].rhs_spec[0]]
     groups = eqn.params["feature_group_count"] * eqn.params["batch_group_count"]
-    return groups, _number(out) // outputs, outputs // groups, inputs * _number(window)
+    return groups, _number(out) // outputs, outputs // groups, _number(_summed(eqn))
 
 
 def sums_nothing(eqn: JaxprEqn) -> bool:
     """Returns whether each entry of a product's result is the product of two numbers."""
-    if eqn.primitive.name not in PRODUCTS:
-        return False
+    return eqn.primitive.name in PRODUCTS and all(
+        isinstance(n, int) and n == 1 for n in _summed(eqn)
+    )
+
+
+def _summed(eqn: JaxprEqn) -> list:
+    """Returns the sizes of the axes that a product sums over. Those of a convolution are its input
+    channels and its window."""
     x, y = (aval_of(v).shape for v in eqn.invars[:2])
+    numbers = eqn.params["dimension_numbers"]
     if "conv" in eqn.primitive.name:
-        summed = [y[i] for i in eqn.params["dimension_numbers"].rhs_spec[1:]]
-    else:
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        summed = [x[i] for i in contracted]
-    return all(isinstance(n, int) and n == 1 for n in summed)
+        return [y[i] for i in numbers.rhs_spec[1:]]
+    (contracted, _), _ = numbers
+    return [x[i] for i in contracted]
 
 
 def _scales(eqn: JaxprEqn) -> bool:
