@@ -32,6 +32,7 @@ from ._custom import custom_in_compute_dtype, own_in_compute_dtype
 from ._derivatives import Derivatives, Scaled
 from ._facts import DATA, MASTER, Fact
 from ._precisions import Precisions
+from ._signs import Numbers
 from ._storage import RAW, Staged, Storage, typed
 from ._stream_products import Product
 from .taylor._algebra import Algebra
@@ -226,7 +227,8 @@ def linearized(
         arrays, plain = eqx.partition(fun(eqx.combine(moving, static), *others), eqx.is_array)
         return arrays
 
-    fact = lambda level, x: Fact(level, width=size_of(jax.typeof(x)), full=in_full(x))
+    width = lambda x: Numbers(width=size_of(jax.typeof(x)))
+    fact = lambda level, x: Fact(level, full=in_full(x), numbers=width(x))
     facts = [fact(MASTER, x) for x in jtu.tree_leaves(moving)]
     facts += [fact(DATA, x) for x in jtu.tree_leaves(fixed)]
     by = Precisions(forward.algorithm, forward.dtype)

@@ -23,6 +23,7 @@ from ..program._jaxpr import aval_of, bodies_of, scopes_of, size_of
 from ._magnitudes import magnitudes
 from ._roles import is_wild
 from ._segments import is_light
+from ._signs import Numbers, Signs, negated, numbers_of, reaches
 from ._storage import WILD
 from .taylor._jets import is_inexact
 from .taylor._univariate import KEPT_TERMS
@@ -35,16 +36,6 @@ both. That of a result is the bitwise or of those of its operands."""
 RECOMPUTED = "mpx_pde.computed_again"
 """The scope of a `jax.checkpoint`: its products are computed again from what enters it."""
 
-Sign = tuple[Any, int] | None
-"""The sign of a value: that of a variable, or of 1, times +1 or -1; `None` if it is not known."""
-
-
-class Root(NamedTuple):
-    """The variable that a bounded value is a function of, and the bound of its magnitude."""
-
-    variable: int
-    bound: float
-
 
 class Fact(NamedTuple):
     """What is known of a variable.
@@ -54,27 +45,19 @@ class Fact(NamedTuple):
     - `level`: `MASTER`, `DATA` or `COMPUTED`.
     - `exact`: whether it depends on nothing that is rounded on the way back. Values of both levels
         are not, nor are those that are computed from what has to be kept of data.
-    - `sign`: its sign, relative to a variable or to 1.
     - `full`: whether it depends on nothing but arrays that the user keeps in full, and constants.
     - `magnitude`: the power of two by which numbers may have enlarged it (see `magnitudes`);
         infinite for a derivative, which has any size once its scale is taken from it.
-    - `root`: the operand of the bounded function that this is a product or power of, if it is one,
-        or the distance of such a product to its bound. `1 - tanh(x)` is accurate in `x`, and not in
-        `tanh(x)`; `0.7 - tanh(x)` is accurate in neither.
-    - `width`: the number of entries before it was broadcast.
-    - `number`: the number that all entries are, if it is known.
+    - `numbers`: what is known of the numbers in it.
     - `centered`: whether it is the difference of a value from a narrower one that is computed from
         it, such as its mean, or a multiple of that.
     """
 
     level: int
     exact: bool = True
-    sign: Sign = None
-    root: Root | None = None
-    width: int = 1
     full: bool = False
     magnitude: float = 0.0
-    number: float | None = None
+    numbers: Numbers = Numbers()
     centered: bool = False
 
 
@@ -103,38 +86,38 @@ class Facts:
     entering: Collection[int] = ()
     leaving: Collection[int] = ()
 
+    @property
+    def signs(self) -> Signs:
+        return Signs(lambda x: self.of[x].numbers)
+
     def _add(self, step: Step) -> None:
         """Adds the results of a step whose operands have facts."""
         level = ft.reduce(operator.or_, map(self.level, step.variables), CONSTANT)
-        exact = level < COMPUTED and all(self.of[x].exact for x in step.variables)
-        again = self._operands_again(step, exact)
-        exact = exact and not self.multiplies_in_half(step)
+        of_exact = level < COMPUTED and all(self.of[x].exact for x in step.variables)
+        again = self._operands_again(step, of_exact)
+        exact = of_exact and not self.multiplies_in_half(step)
         full = bool(step.variables) and all(self.of[x].full for x in step.variables)
-        sign, root, sizes = self._sign(step), self._root(step), self._magnitudes(step)
-        same = step.name in tables.SAME and len(step.inputs) == 1
-        number = self.number(step.inputs[0]) if same else None
+        sizes, numbers = self._magnitudes(step), self.signs.of_results(step)
         centered = self._centers(step)
-        for k, v, size in zip(step.outputs, step.eqn.outvars, sizes, strict=True):
-            aval = aval_of(v)
-            is_data = level == DATA and not full and can_round(aval)
+        for k, v, size, known in zip(step.outputs, step.eqn.outvars, sizes, numbers, strict=True):
+            is_data = level == DATA and not full and can_round(aval_of(v))
             own = exact and not (is_data and again is None)
             if is_data and k in self.entering:
                 own = True
             # What leaves a checkpoint is not computed again, but read as it is kept.
-            own_root = None if k in self.leaving else root
-            width = self._width(step, aval)
-            self.of[k] = Fact(level, own, sign, own_root, width, full, size, number, centered)
+            if of_exact or k in self.leaving:
+                known = known._replace(root=None)
+            self.of[k] = Fact(level, own, full, size, known, centered)
             self.made[k] = step
             if again is not None and own == exact:
                 self.operands[k] = again
 
+    def fact(self, x: Any) -> Fact:
+        """Returns the fact of an operand."""
+        return Fact(CONSTANT, numbers=numbers_of(x)) if isinstance(x, Constant) else self.of[x]
+
     def level(self, x: Any) -> int:
         return CONSTANT if isinstance(x, Constant) else self.of[x].level
-
-    def _width(self, step: Step, aval: Any) -> int:
-        if step.name in tables.REPEATING:
-            return max((self.of[x].width for x in step.variables), default=1)
-        return size_of(aval)
 
     # Accuracy.
 
@@ -160,9 +143,9 @@ class Facts:
         if name in tables.ADDITIONS:
             return self._operands_of_sum(step, values)
         if name in tables.COMPLEMENTS:
-            root = self._root_of(values[0])
-            return (root.variable,) if root is not None and _reaches(1.0, root) else None
-        if self._decays(step):
+            root = self.signs.root_of(values[0])
+            return (root.variable,) if root is not None and reaches(1.0, root) else None
+        if self.signs.decays(step):
             return values
         if name in tables.PUSHES and self._inside(step):
             return values
@@ -182,16 +165,16 @@ class Facts:
             self._is_bias(x) and (again or self._is_centered(y)) for x, y in ((a, b), (b, a))
         ):
             return values
-        signs = self.sign(a), self.sign(b)
+        signs = self.signs.sign(a), self.signs.sign(b)
         if step.name in tables.SUBTRACTIONS:
-            signs = signs[0], _negated(signs[1])
+            signs = signs[0], negated(signs[1])
         if signs[0] is not None and signs[0] == signs[1]:
             return values
-        root = self._root(step)
+        root = self.signs.root(step)
         return None if root is None else (root.variable,)
 
     def _is_bias(self, x: Any) -> bool:
-        return self.level(x) == MASTER and self.of[x].exact and self.of[x].width > 1
+        return self.level(x) == MASTER and self.of[x].exact and self.of[x].numbers.width > 1
 
     def _is_centered(self, x: Any) -> bool:
         return not isinstance(x, Constant) and self.of[x].centered
@@ -202,7 +185,8 @@ class Facts:
             x, mean = step.inputs
             if isinstance(x, Constant) or isinstance(mean, Constant):
                 return False
-            return self.of[mean].width < self.of[x].width and self._is_of(mean, x)
+            width = lambda k: self.of[k].numbers.width
+            return width(mean) < width(x) and self._is_of(mean, x)
         if step.name not in tables.SCALINGS | tables.SAME:
             return False
         factors = step.inputs[:1] if step.name in tables.DIVISIONS else step.inputs
@@ -226,13 +210,13 @@ class Facts:
         flat = flatten(bodies_of(step.eqn)[0], forward_mode=False)
         inner = Facts(self.half)
         for k, c in flat.constants.items():
-            inner.of[k] = Fact(CONSTANT, width=int(np.size(c.value)))
+            inner.of[k] = Fact(CONSTANT, numbers=numbers_of(c))
         for k, x in zip(flat.inputs, step.inputs, strict=True):
-            outside = None if isinstance(x, Constant) else self.of[x]
-            sign = self.sign(x)
+            sign = self.signs.sign(x)
             sign = sign if sign is not None and sign[0] == 1 else (k, 1)
-            fact = outside or Fact(CONSTANT, number=self.number(x))
-            inner.of[k] = fact._replace(sign=sign, root=None, full=False, magnitude=0.0)
+            fact = self.fact(x)
+            numbers = fact.numbers._replace(sign=sign, root=None)
+            inner.of[k] = fact._replace(numbers=numbers, full=False, magnitude=0.0)
         for one in flat.steps:
             inner._add(one)
         return all(inner.of[x].exact or x in inner.operands for s in flat.steps for x in s.outputs)
@@ -250,89 +234,6 @@ class Facts:
         magnitude, computed = self.of[x].magnitude, self.of[x].level == COMPUTED
         return magnitude > largest or (computed and magnitude < smallest)
 
-    # Signs and bounded functions.
-
-    def number(self, x: Any) -> float | None:
-        """Returns the number that all entries of an operand are, if it is known."""
-        return _number_of(x) if isinstance(x, Constant) else self.of[x].number
-
-    def sign(self, x: Any) -> Sign:
-        number = self.number(x)
-        if number is not None:
-            return (1, 1) if number > 0 else (1, -1) if number < 0 else None
-        return None if isinstance(x, Constant) else self.of[x].sign or (x, 1)
-
-    def _is_everywhere(self, sign: Sign) -> bool:
-        """Returns whether a sign is that of a single number, and so the same in other places."""
-        return sign is not None and (sign[0] == 1 or self.of[sign[0]].width == 1)
-
-    def _sign(self, step: Step) -> Sign:
-        """Returns the sign of a result, where it is that of 1 or of another variable."""
-        name, signs = step.name, list(map(self.sign, step.inputs))
-        if not signs or not all(is_inexact(v.aval) for v in step.eqn.outvars):
-            return None
-        if name in tables.POSITIVE or (step.power is not None and step.power % 2 == 0):
-            return 1, 1
-        if name in tables.SCALINGS:
-            return _product(*signs)
-        if name in tables.NEGATIONS:
-            return _negated(signs[0])
-        if name in tables.ADDITIONS:
-            subtracts = name in tables.SUBTRACTIONS
-            if self._root(step) is not None:  # the sign of the number
-                second = self.number(step.inputs[1]) is not None
-                return signs[0] if not second else _negated(signs[1]) if subtracts else signs[1]
-            return signs[0] if signs[0] == signs[1] and not subtracts else None
-        if name in tables.ODD or step.power is not None:
-            return signs[0]
-        if name in tables.MOVES and len(signs) == 1:
-            return signs[0] if self._is_everywhere(signs[0]) else None
-        return (1, 1) if name in tables.MAXIMA and (1, 1) in signs else None
-
-    def _decays(self, step: Step) -> bool:
-        return step.name in tables.DECAYING and self.sign(step.inputs[0]) == (1, -1)
-
-    def _root_of(self, x: Any) -> Root | None:
-        return None if isinstance(x, Constant) else self.of[x].root
-
-    def _root(self, step: Step) -> Root | None:
-        """Returns what a result is a bounded function of, if it is accurate in that."""
-        name = step.name
-        if name in tables.SATURATING or self._decays(step):
-            (x,) = step.inputs
-            if isinstance(x, Constant) or self.of[x].exact:
-                return None
-            return Root(x, math.pi / 2 if name in tables.ANGLES else 1.0)
-        roots = [r for x in step.inputs if (r := self._root_of(x)) is not None]
-        numbers = [abs(n) for x in step.inputs if (n := self.number(x)) is not None]
-        others = len(step.inputs) - len(roots) - len(numbers)
-        if not roots or others or len({r.variable for r in roots}) > 1:
-            return None
-        variable, bounds = roots[0].variable, [r.bound for r in roots]
-        if name in tables.MOVES or name in tables.NEGATIONS:
-            return Root(variable, max([*bounds, *numbers]))
-        if name in tables.MULTIPLICATIONS:
-            return Root(variable, math.prod([*bounds, *numbers]))
-        if step.power is not None and step.power > 0:
-            with np.errstate(over="ignore"):
-                return Root(variable, float(np.float64(bounds[0]) ** step.power))
-        # The distance to a number within the bounds may be small for any argument.
-        if name in tables.ADDITIONS and len(roots) == 1 and _reaches(numbers[0], roots[0]):
-            return Root(variable, bounds[0] + numbers[0])
-        return None
-
-
-def _reaches(number: float, root: Root) -> bool:
-    """Returns whether a number is not below a bound, up to rounding."""
-    return number >= root.bound * (1 - 2.0**-20)
-
-
-def _number_of(x: Constant) -> float | None:
-    if x.number is None:
-        return None
-    value = np.asarray(x.number)
-    return float(value) if value.dtype.kind in "fiu" else None
-
 
 @ft.cache
 def _exponents(half: np.dtype) -> tuple[float, float]:
@@ -346,8 +247,8 @@ def facts_of(flat: Flat, operand_facts: Sequence[Fact], half: np.dtype) -> Facts
     entering, leaving = _ends_of_checkpoints(flat)
     facts = Facts(half, entering=entering, leaving=leaving)
     for k, c in flat.constants.items():
-        level, width = DATA if np.ndim(c.value) else CONSTANT, int(np.size(c.value))
-        facts.of[k] = Fact(level, width=width, number=_number_of(c))
+        level = DATA if np.ndim(c.value) else CONSTANT
+        facts.of[k] = Fact(level, numbers=numbers_of(c))
     facts.of.update(zip(flat.inputs, operand_facts, strict=True))
     for step in flat.steps:
         facts._add(step)
@@ -381,17 +282,3 @@ def _ends_of_checkpoints(flat: Flat) -> tuple[set[int], set[int]]:
         leaving.update(x for x in crossing if made.get(x))
         made.update(dict.fromkeys(step.outputs, region))
     return entering, leaving
-
-
-def _negated(a: Sign) -> Sign:
-    return None if a is None else (a[0], -a[1])
-
-
-def _product(a: Sign, b: Sign) -> Sign:
-    if a is None or b is None:
-        return None
-    if a[0] == b[0]:
-        return 1, a[1] * b[1]
-    if 1 in (a[0], b[0]):
-        return (b[0] if a[0] == 1 else a[0]), a[1] * b[1]
-    return None

@@ -16,10 +16,11 @@ from ..program._deviations import with_deviations_once
 from ..program._flat import Constant, Flat, Step, dependent, flatten, variables
 from ..program._jaxpr import aval_of, bodies_of, size_of as entries_of
 from ..program._rebind import bodies_in, carried_by
-from ._facts import COMPUTED, CONSTANT, MASTER, Fact, Facts, can_round, facts_of
+from ._facts import COMPUTED, MASTER, Fact, Facts, can_round, facts_of
 from ._minimum_cut import chosen
 from ._of_loss import Cotangent, OfLoss
 from ._shares import shares_of
+from ._signs import Numbers
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -299,13 +300,12 @@ def _passes_of_bodies(
     carried = carried_by(s.eqn)
     operand_facts = []
     for i, x in enumerate(s.inputs):
-        fact = Fact(CONSTANT, number=facts.number(x)) if isinstance(x, Constant) else facts.of[x]
+        fact = facts.fact(x)
+        numbers = fact.numbers._replace(sign=None, root=None)
         if i in carried:
-            width = entries_of(aval_of(s.eqn.invars[i]))
-            fact = fact._replace(
-                level=COMPUTED, exact=False, width=width, number=None, centered=False
-            )
-        operand_facts.append(fact._replace(sign=None, root=None))
+            fact = fact._replace(level=COMPUTED, exact=False, centered=False)
+            numbers = Numbers(width=entries_of(aval_of(s.eqn.invars[i])))
+        operand_facts.append(fact._replace(numbers=numbers))
     wanted = {backward.inputs[i]: forward.outputs[p] for i, p in places.items()}
     sums = carried_by(t.eqn)
     moving = {k for k, x in zip(backward.inputs, t.inputs, strict=True) if x in of_loss.moves}

@@ -51,7 +51,7 @@ def shares_of(
         given = [origin.get(x, x) for x in step.variables]
         divides = step.name in tables.DIVISIONS and len(given) == 2
         if (where := summed(step)) is not None:
-            if facts.sign(where[0]) == (1, 1) and rounds(where[0]):
+            if facts.signs.sign(where[0]) == (1, 1) and rounds(where[0]):
                 terms[step.outputs[0]] = given[0]
         elif divides and given[0] == terms.get(given[1]) and left_out.isdisjoint(step.outputs):
             out.of.update(step.outputs)
@@ -69,5 +69,5 @@ def shares_of(
 def _guards(step: Step, facts: Facts) -> bool:
     """Returns whether a step changes a sum only where it is near zero, and never makes it less."""
     if step.name in tables.ADDITIONS - tables.SUBTRACTIONS:
-        return any((facts.number(x) or 0) > 0 for x in step.inputs)
+        return any((facts.signs.number(x) or 0) > 0 for x in step.inputs)
     return step.name in tables.MAXIMA | (tables.CHOICES & tables.POSITIVE)
