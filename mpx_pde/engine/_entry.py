@@ -1,7 +1,7 @@
 """Entry points of the engine: a function with a plan, for derivatives at a point; a whole loss."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -203,7 +203,7 @@ def linearized(
     forward: Forward,
     model: Any,
     *others: Any,
-    in_full: Callable[[Any], bool] = lambda x: False,
+    held: Collection[int] = (),
 ) -> tuple[Any, Callable[[Any], Any]]:
     """Evaluates `fun(model, *others)`, with products in the precision of `forward`, and returns
     what it returns and a pullback.
@@ -214,8 +214,8 @@ def linearized(
 
     **Arguments:**
 
-    - `in_full`: tells whether an array of `model` or `others` stays in full. What is made of such
-        arrays alone is kept as it is, and products with them are in full in both passes.
+    - `held`: the arrays of `model` and `others`, by their `id`, that stay in full. What is made of
+        such arrays alone is kept as it is, and products with them are in full in both passes.
     """
     moving, static = eqx.partition(model, eqx.is_inexact_array)
     fixed, rest = eqx.partition((static, others), eqx.is_array)
@@ -228,7 +228,7 @@ def linearized(
         return arrays
 
     width = lambda x: Numbers(width=size_of(jax.typeof(x)))
-    fact = lambda level, x: Fact(level, full=in_full(x), numbers=width(x))
+    fact = lambda level, x: Fact(level, full=id(x) in held, numbers=width(x))
     facts = [fact(MASTER, x) for x in jtu.tree_leaves(moving)]
     facts += [fact(DATA, x) for x in jtu.tree_leaves(fixed)]
     by = Precisions(forward.algorithm, forward.dtype)

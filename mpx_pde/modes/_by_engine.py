@@ -1,7 +1,7 @@
 """The modes in which the engine evaluates the loss: autocast, and a full forward pass."""
 
 import functools as ft
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -113,15 +113,15 @@ class FullForward(AbstractUncast):
     def value_and_grad(self, loss: Callable, args: tuple, kwargs: dict) -> Callable:
         full = self.full_paths(args, kwargs)
         leaves = jtu.tree_leaves_with_path((None, args, kwargs))
-        places = {id(x) for path, x in leaves if path in full}
-        return ft.partial(_value_and_grad, loss, self.forward, lambda x: id(x) in places)
+        held = {id(x) for path, x in leaves if path in full}
+        return ft.partial(_value_and_grad, loss, self.forward, held)
 
     def output(self, tree: PyTree) -> PyTree:
         return output_of(self.policy, tree)
 
 
 def _value_and_grad(
-    loss: Callable, forward: Forward, in_full: Callable[[Any], bool], model: PyTree, *others: Any
+    loss: Callable, forward: Forward, held: Collection[int], model: PyTree, *others: Any
 ) -> tuple[tuple, PyTree]:
-    out, pullback = linearized(loss, forward, model, *others, in_full=in_full)
+    out, pullback = linearized(loss, forward, model, *others, held=held)
     return out, pullback(jnp.ones_like(out[0]))

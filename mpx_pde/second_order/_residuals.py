@@ -153,8 +153,7 @@ class Residuals(eqx.Module):
         in_forward = InForward(fun, forward)
         values = lambda p, static, x: (self._residual(in_forward, p, static, x), ())
         held = arrays_in_full(params)
-        in_full = lambda array: id(array) in held
-        (r, _), pull = linearized(values, forward, params, static, x, in_full=in_full)
+        (r, _), pull = linearized(values, forward, params, static, x, held=held)
         return r, lambda cotangent: (pull(cotangent),)
 
     def _residual(self, fun: Callable[..., Any], params: PyTree, static: PyTree, x: Any) -> Array:
