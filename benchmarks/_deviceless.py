@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import equinox as eqx
@@ -162,6 +162,49 @@ def compile_for(
 
     **Raises:** `TargetUnavailable` when the compiler is not installed.
     """
+    stages = stages_for(target, fun, *args, mesh=mesh, in_specs=in_specs, donate=donate)
+    executable: Any = stages.compile(stages.lower(stages.trace()), compiler_options)
+    memory, cost = executable.memory_analysis(), executable.cost_analysis() or {}
+    sizes = memory.temp_size_in_bytes, memory.argument_size_in_bytes
+    told = cost.get("flops"), cost.get("bytes accessed")
+    return Compiled(target, *sizes, *told, executable.as_text())
+
+
+class Stages(NamedTuple):
+    """The stages of compiling a function for a target, each by itself."""
+
+    target: str
+    jitted: Any
+    shapes: Sequence[Any]
+
+    def _as_there(self) -> Any:
+        platform = devices(self.target)[0].platform
+        return mock.patch.object(jax, "default_backend", return_value=platform)
+
+    def trace(self) -> Any:
+        with self._as_there():
+            return self.jitted.trace(*self.shapes)
+
+    def lower(self, traced: Any) -> Any:
+        with self._as_there():
+            return traced.lower()
+
+    def compile(self, lowered: Any, compiler_options: dict[str, Any] | None = None) -> Any:
+        options = {"xla_gpu_autotune_level": 0, **(compiler_options or {})}
+        if _TARGETS[self.target][1] != "cuda":
+            options = {k: v for k, v in options.items() if not k.startswith("xla_gpu_")}
+        return lowered.compile(compiler_options=options or None)
+
+
+def stages_for(
+    target: str,
+    fun: Callable[..., Any],
+    *args: Any,
+    mesh: Mesh | None = None,
+    in_specs: Any = None,
+    donate: Sequence[int] = (),
+) -> Stages:
+    """Prepares what `compile_for` compiles; its arguments are the same."""
     first, *_ = devices(target)
     dynamic, static = eqx.partition(args, _has_shape)
     if mesh is None:
@@ -177,16 +220,7 @@ def compile_for(
         return eqx.filter(out, eqx.is_array)
 
     program.__name__ = getattr(fun, "__name__", "program")
-    options = {"xla_gpu_autotune_level": 0, **(compiler_options or {})}
-    if _TARGETS[target][1] != "cuda":
-        options = {k: v for k, v in options.items() if not k.startswith("xla_gpu_")}
-    with mock.patch.object(jax, "default_backend", return_value=first.platform):
-        lowered = jax.jit(program, donate_argnums=tuple(donate)).lower(*shapes)
-    executable: Any = lowered.compile(compiler_options=options or None)
-    memory, cost = executable.memory_analysis(), executable.cost_analysis() or {}
-    sizes = memory.temp_size_in_bytes, memory.argument_size_in_bytes
-    told = cost.get("flops"), cost.get("bytes accessed")
-    return Compiled(target, *sizes, *told, executable.as_text())
+    return Stages(target, jax.jit(program, donate_argnums=tuple(donate)), shapes)
 
 
 _UNCOUNTED = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast"})

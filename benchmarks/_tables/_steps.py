@@ -50,12 +50,22 @@ vit_step = _of_size("vit_step", ERRORS, "Batch {batch}.", {"batch": 64})
 
 
 def _builds(data: Result) -> Iterator[Record]:
-    """Yields each step, with the time of its stages for each network relative to float32."""
-    networks = groups(data["builds"], "problem")
+    """Yields each step, with the time of its stages for each network and target relative to
+    float32."""
+    networks = groups(data["builds"], "problem", "target")
     spent = lambda b: sum(b.get(s, {}).get("median", 0) for s in ("trace", "lower", "compile"))
     for step, builds in groups(data["builds"], "step").items():
-        over = {b["problem"]: spent(b) / spent(networks[b["problem"]][0]) or None for b in builds}
-        yield {"step": step, **over}
+        over: dict[str, dict[str, float | None]] = {}
+        for b in builds:
+            network, target = b["problem"], b["target"]
+            first = networks[network, target][0]
+            over.setdefault(network, {})[target] = spent(b) / spent(first) or None
+        if step != "float32":
+            yield {"step": step, **over}
+
+
+def _of_both(network: str) -> str:
+    return f"{network}  {{{network}.cpu:.2f}} / {{{network}.h100:.2f}}"
 
 
 compile_time = Table(
@@ -63,9 +73,13 @@ compile_time = Table(
     _builds,
     lambda data: [
         "step  {step}",
-        *(f"{name}  {{{name}:.2f}}" for name in groups(data["builds"], "problem")),
+        *(
+            f"{name}  {{{name}.cpu:.2f}} / {{{name}.h100:.2f}}"
+            for name in groups(data["builds"], "problem")
+        ),
     ],
-    "Time of tracing, lowering and compiling, relative to float32.",
+    "Processor time of tracing, lowering and compiling, relative to float32: for this CPU / for an "
+    "H100.",
 )
 
 # --- Programs in plain JAX and Equinox ----------------------------------------------------------
