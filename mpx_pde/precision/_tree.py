@@ -58,6 +58,9 @@ def all_finite(tree: PyTree) -> Bool[Array, ""]:
 def all_zero(tree: PyTree) -> Bool[Array, ""]:
     """Returns whether all floating-point and complex arrays in a PyTree are zero, as
     [`mpx_pde.all_finite`][] does for finite ones.
+
+    One reduction could tell both. But an update waits for what is finite and not for this, so XLA
+    for GPUs takes this one in the kernels of the update (JAX 0.10.2), and joins these by shapes.
     """
     return _all_of(tree, lambda x: x == 0)
 
