@@ -253,7 +253,7 @@ EARLIER = "measured-nvidia-h100-80gb-hbm3"
 _FORWARD = ("bfloat16_x3", "float32")
 _SHOWN = {
     "cavity-512": ("float32", "TF32", FULL, OURS, *(f"{OURS}, forward {f}" for f in _FORWARD)),
-    "fno-256": ("float32", "TF32", OURS, f"{OURS}, forward float32"),
+    "fno-256": ("float32", "TF32", FULL, OURS, f"{OURS}, forward float32"),
 }
 _SHOWN_EARLIER = {"vit-base": ("TF32", OURS, "MPX float16")}
 _MEDIANS = (

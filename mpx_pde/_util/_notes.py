@@ -112,7 +112,8 @@ def noting_the_terms() -> Iterator[None]:
             e.add_note(
                 "`mpx_pde.partials`, `laplacian` and `linear_operator` return the terms that they "
                 f"are asked for. If {e.args[0]!r} is a term, name it in that call too, as in "
-                f'`partials(model, [..., "{e.args[0]}"], ...)`.'
+                f'`partials(model, [..., "{e.args[0]}"], ...)`. That of an operator ends in the '
+                "output, as `lap_u` does."
             )
         raise
 

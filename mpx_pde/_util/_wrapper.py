@@ -1,6 +1,7 @@
 """The base class of modules that wrap a function, and helpers for functions."""
 
 import abc
+import difflib
 import inspect
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -47,10 +48,15 @@ _Function = TypeVar("_Function", bound=Callable)
 def check_bound(fun: Callable, example: str, args: tuple, kwargs: dict) -> None:
     """Raises a `TypeError` with the code to write if a call of the public function `fun` lacks
     arguments or has too many."""
+    signature = inspect.signature(fun)
     try:
-        inspect.signature(fun).bind(*args, **kwargs)
+        signature.bind(*args, **kwargs)
     except TypeError as error:
-        message = f"`{fun.__name__}` got arguments that do not fit: {error}. Write {example}"
+        meant = ""
+        for name in kwargs.keys() - signature.parameters:
+            for other in difflib.get_close_matches(name, signature.parameters, 1):
+                meant += f" Is {name!r} meant to be {other!r}?"
+        message = f"`{fun.__name__}` got arguments that do not fit: {error}.{meant} Write {example}"
         raise TypeError(message) from None
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float
 
 from .._util._calls import called, public
 from .._util._repr import in_a_line
-from .._util._types import BoolLike, PyTree
+from .._util._types import BoolLike, PyTree, ScalarLike
 from ._cast import is_inexact, widen
 
 
@@ -55,12 +55,20 @@ def all_finite(tree: PyTree) -> Bool[Array, ""]:
     return _all_of(tree, jnp.isfinite)
 
 
+def all_below(tree: PyTree, bound: ScalarLike) -> Bool[Array, ""]:
+    """Returns whether the magnitudes in all floating-point and complex arrays in a PyTree are below
+    a bound, as [`mpx_pde.all_finite`][] does for finite ones.
+    """
+    return _all_of(tree, lambda x: (size := jnp.abs(x)) < jnp.asarray(bound, size.dtype))
+
+
 def all_zero(tree: PyTree) -> Bool[Array, ""]:
     """Returns whether all floating-point and complex arrays in a PyTree are zero, as
     [`mpx_pde.all_finite`][] does for finite ones.
 
-    One reduction could tell both. But an update waits for what is finite and not for this, so XLA
-    for GPUs takes this one in the kernels of the update (JAX 0.10.2), and joins these by shapes.
+    One maximum could tell all three. But an update waits for what is finite and not for the others,
+    so XLA for GPUs (JAX 0.10.2) takes these in the kernels of the update, and joins them by shapes.
+    And XLA for CPUs loses a NaN among thousands of numbers in a maximum.
     """
     return _all_of(tree, lambda x: x == 0)
 

@@ -196,6 +196,10 @@ class DynamicLossScaling(_ByArray):
     multiply it by `factor`. The scale is always a power of two, so that scaling and unscaling are
     exact, and stays between `min_loss_scaling` and `max_loss_scaling`.
 
+    At the start of a training a step of the library moves it faster, by up to four powers of two:
+    down until a step has been taken, and, with `forward=` or `autocast` in float16, up until a step
+    has been skipped, while no entry of the scaled gradient reaches 1.
+
     It also counts steps. Log `skipped_steps`. `consecutive_skips` and `at_minimum` reveal a run
     that no scale can save, because the loss itself or a derivative inside it overflows.
 

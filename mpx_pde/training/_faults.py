@@ -9,6 +9,7 @@ import jax.tree_util as jtu
 from .._util._calls import called, public
 from .._util._repr import in_a_line
 from .._util._types import PyTree
+from .._util._wrapper import says_how
 from ..precision._dtypes import check_integer
 from ..scaling._derivatives import Scaling
 from ..scaling._loss import AbstractLossScaling, check_scaling
@@ -39,6 +40,7 @@ _LOSS, _MINIMUM, _DERIVATIVES = range(len(_REASONS))
 
 
 @public
+@says_how("`mpx_pde.error_if_stuck(scaling, scaling, max_consecutive_skips=100)`.")
 def error_if_stuck(
     tree: PyTree, scaling: AbstractLossScaling, *, max_consecutive_skips: int
 ) -> PyTree:

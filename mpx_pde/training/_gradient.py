@@ -25,9 +25,9 @@ from .._util._varying import mark_varying, size_of_axis
 from ..modes._choice import mode_at, mode_of
 from ..modes._mode import AbstractMode
 from ..precision._cast import widen
-from ..precision._dtypes import check_bool
+from ..precision._dtypes import LARGEST_SCALE, check_bool, largest_scale
 from ..precision._forward import forward_in
-from ..precision._tree import all_finite, all_zero, with_fields
+from ..precision._tree import all_below, all_finite, all_zero, with_fields
 from ..program._shown import shown
 from ..program._warnings import traced
 from ..reports._diagnosis import diagnose, warn_of_unscaled
@@ -108,6 +108,43 @@ def _descended(before: Any, after: Any) -> Any:
     return after
 
 
+_ASCENT = 4
+"""Powers of two by which the scale of a loss rises per step, until a step has been skipped, while
+the scaled gradient leaves room for them below 1. A gradient is a sum over many points, so the
+cotangents of these may be below the range of float16. Where they are much larger than the gradient
+instead, each power too many costs a skipped step."""
+
+_VANISHED = 4
+"""Gradients that may have vanished before the scale of a loss no longer rises for small ones."""
+
+
+def _is_small(grads: PyTree, scaling: Any) -> Array:
+    """Returns whether gradients, which are not scaled, let the scale of the loss rise by `_ASCENT`.
+    A scale that does not follow the gradients never rises."""
+    loss = scaling.loss if isinstance(scaling, Scaling) else scaling
+    if not isinstance(loss, DynamicLossScaling):
+        return jnp.array(False)
+    return all_below(grads, 2.0**-_ASCENT / loss.loss_scaling)
+
+
+def _ascended(before: Any, after: Any, small: Array, top: float) -> Any:
+    """Returns the adjusted scaling `after`, with a higher scale of the loss if the gradients are
+    `small` and no step was skipped so far.
+
+    A few gradients that vanish may be below the range of float16, many are zero for another reason.
+    They are counted before this step: if the next scale depended on the zeros of this one, XLA for
+    GPUs (JAX 0.10.2) would no longer look for them in the kernels of the update.
+    """
+    if isinstance(before, Scaling):
+        return with_fields(after, loss=_ascended(before.loss, after.loss, small, top))
+    if not isinstance(before, DynamicLossScaling):
+        return after
+    raised = jnp.minimum(before.loss_scaling * 2.0**_ASCENT, before.max_loss_scaling or top)
+    few = (after.skipped_steps == 0) & (before.vanished_steps < _VANISHED)
+    rises = small & few & (raised > after.loss_scaling)
+    return with_fields(after, loss_scaling=jnp.where(rises, raised, after.loss_scaling))
+
+
 def _with_vanished(scaling: Any, vanished: Array) -> Any:
     """Returns a scaling that counts one more vanished gradient if `vanished`."""
     if isinstance(scaling, Scaling):
@@ -116,6 +153,23 @@ def _with_vanished(scaling: Any, vanished: Array) -> Any:
     if isinstance(scaling, DynamicLossScaling):
         return with_fields(scaling, vanished=scaling.vanished + vanished)
     return scaling
+
+
+class Checked(NamedTuple):
+    """What is known of a loss and its gradients.
+
+    **Attributes:**
+
+    - `finite`: whether both are finite.
+    - `zero`: whether the gradients are zero.
+    - `some`: whether the loss is not zero, as it is where it converged or is masked.
+    - `small`: whether the scale of the loss can rise.
+    """
+
+    finite: Array
+    zero: Array
+    some: Array
+    small: Array
 
 
 class Evaluated(NamedTuple):
@@ -330,29 +384,40 @@ class Gradient(eqx.Module):
         grads = jtu.tree_map(like, self.unscale(evaluated.grads), masters)
         if not self.mode.scales:
             return self.scaling, jnp.array(True), grads
-        finite, vanished = self._checked(evaluated, grads)
-        usable, seen = finite, ()
+        found = self._checked(evaluated, grads)
+        usable, seen = found.finite, ()
         if evaluated.counts is not None:
             seen = (sum_counts(evaluated.counts, self.axis_name),)
             # Gradients can be finite although a derivative overflowed, if the loss masks it.
-            usable = finite & self.derivatives.finite(*seen)
+            usable = usable & self.derivatives.finite(*seen)
         with forward_in(self.mode.forward):  # the cap of the scale depends on it
-            adjusted = self.scaling.adjust(finite, *seen)
+            adjusted = self.scaling.adjust(found.finite, *seen)
         adjusted = _descended(self.scaling, adjusted)
-        return _with_vanished(adjusted, vanished & usable), usable, grads
+        if self._in_float16:
+            # A loss that is cast may be float16 itself.
+            top = largest_scale(self.mode.dtype) if self.mode.casts else LARGEST_SCALE
+            small = found.small & found.some & evaluated.depends
+            adjusted = _ascended(self.scaling, adjusted, small, top)
+        vanished = usable & found.zero & found.some & (self.mode.in_half and evaluated.depends)
+        return _with_vanished(adjusted, vanished), usable, grads
 
-    def _checked(self, evaluated: Evaluated, grads: PyTree) -> tuple[Array, Array]:
-        """Returns whether the loss and its gradients are finite, and whether the gradients are zero
-        although the loss depends on the parameters and is not zero, as it is where it converged or
-        is masked. With an `axis_name`, all devices are looked at.
-        """
-        finite = all_finite(grads) & jnp.isfinite(evaluated.value)
-        zero, some = all_zero(grads), evaluated.value != 0
+    @property
+    def _in_float16(self) -> bool:
+        return self.mode.in_half and self.mode.dtype == jnp.float16
+
+    def _checked(self, evaluated: Evaluated, grads: PyTree) -> Checked:
+        """Looks at a loss and its gradients, with an `axis_name` at those of all devices."""
+        anywhere = [
+            ~(all_finite(grads) & jnp.isfinite(evaluated.value)),
+            ~all_zero(grads),
+            evaluated.value != 0,
+            ~_is_small(grads, self.scaling) if self._in_float16 else jnp.array(True),
+        ]
         if self.axis_name is not None:
-            flags = jnp.stack([~finite, ~zero, some]).astype(jnp.int32)
-            reduced = lax.psum(flags, self.axis_name) > 0
-            finite, zero, some = ~reduced[0], ~reduced[1], reduced[2]
-        return finite, zero & some & (self.mode.in_half and evaluated.depends)
+            flags = jnp.stack(anywhere).astype(jnp.int32)
+            anywhere = list(lax.psum(flags, self.axis_name) > 0)
+        infinite, moves, some, large = anywhere
+        return Checked(~infinite, ~moves, some, ~large)
 
 
 def transformed(run: Callable, func: Any, scaling: Any, **options: Any) -> Callable:
