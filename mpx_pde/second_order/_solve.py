@@ -12,6 +12,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jaxtyping import PRNGKeyArray
 
 from .._util._repr import in_a_line
@@ -219,7 +220,7 @@ def _loaded(file: Path, like: PyTree, *, anew: bool) -> tuple[PyTree, dict[str, 
         with file.open("rb") as source:
             saved = json.loads(source.readline())
             pairs = zip(leaves, saved["points"], strict=True)
-            drawn = structure.unflatten([jax.ShapeDtypeStruct(s, x.dtype) for x, s in pairs])
+            drawn = structure.unflatten([_like(x, tuple(shape)) for x, shape in pairs])
             like = model, state, drawn
             model, state, drawn = eqx.tree_deserialise_leaves(source, like, filter_spec=_read)
     except (RuntimeError, ValueError, TypeError, KeyError, EOFError) as e:
@@ -228,6 +229,17 @@ def _loaded(file: Path, like: PyTree, *, anew: bool) -> tuple[PyTree, dict[str, 
             "run with this model, optimizer and sample. Pass those of its run, or another file."
         ) from e
     return (model, state, drawn if anew else points), saved["history"]
+
+
+def _like(x: Any, shape: tuple[int, ...]) -> Any:
+    """Returns an array, or its type, like `x` and of another shape."""
+    if is_key(x):
+        words = jax.random.key_data(x).shape[x.ndim :]
+        data = jnp.zeros((*shape, *words), jnp.uint32)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    # NumPy's float64 stays what it is without 64-bit types.
+    make = np.empty if isinstance(x, np.ndarray) else jax.ShapeDtypeStruct
+    return make(shape, x.dtype)
 
 
 def _write(out: Any, x: Any) -> None:

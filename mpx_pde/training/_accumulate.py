@@ -24,8 +24,8 @@ from ._options import refuses_argnums
 _Scaling = TypeVar("_Scaling", bound=AbstractLossScaling | None)
 
 
-def _is_leaf(x: Any) -> bool:
-    # Running statistics have no batch axis, whatever their first axis is.
+def is_state(x: Any) -> bool:
+    """Returns whether `x` holds running statistics: no batch axis, whatever their first axis is."""
     return isinstance(x, eqx.nn.State)
 
 
@@ -34,7 +34,7 @@ def _axes_of_leaves(in_axes: PyTree, args: tuple) -> list[int | None]:
     axes: list[int | None] = []
 
     def spread(axis, subtree):
-        axes.extend([axis] * len(jtu.tree_leaves(subtree, is_leaf=_is_leaf)))
+        axes.extend([axis] * len(jtu.tree_leaves(subtree, is_leaf=is_state)))
 
     try:
         jtu.tree_map(spread, in_axes, args, is_leaf=lambda x: x is None)
@@ -53,7 +53,7 @@ def _entries(x: Any, axis: Any) -> int | None:
     return shape[axis] if is_integer(axis) and -len(shape) <= axis < len(shape) else None
 
 
-def _is_old_key(x: Any) -> bool:
+def is_old_key(x: Any) -> bool:
     """Returns whether an array may be an old-style key, which is two integers."""
     return jnp.shape(x) == (2,) and jnp.result_type(x) == jnp.uint32
 
@@ -84,7 +84,7 @@ def split_batch(
     Returns a mapping from the number of each leaf to its array with a leading axis of
     micro-batches, and a function that rebuilds all of these arguments from one micro-batch.
     """
-    paths, treedef = jtu.tree_flatten_with_path(rest, is_leaf=_is_leaf)
+    paths, treedef = jtu.tree_flatten_with_path(rest, is_leaf=is_state)
     axes = _axes_of_leaves(in_axes, rest)
     leaves = [x for _, x in paths]
     arrays = {
@@ -96,7 +96,7 @@ def split_batch(
     batched = {
         i: _split(x, axis, micro_batches, path)
         for i, (x, axis, path) in arrays.items()
-        if not (_is_old_key(x) and longest > 2)
+        if not (is_old_key(x) and longest > 2)
     }
     return batched, lambda batch: treedef.unflatten([batch.get(i, x) for i, x in enumerate(leaves)])
 
@@ -109,10 +109,10 @@ def _warn_of_keywords(batched: dict[int, Array], kwargs: dict, micro_batches: in
         return
 
     def as_long(x):
-        counts = eqx.is_array_like(x) and jnp.ndim(x) > 0 and not _is_old_key(x)
+        counts = eqx.is_array_like(x) and jnp.ndim(x) > 0 and not is_old_key(x)
         return counts and jnp.shape(x)[0] == micro_batches
 
-    leaves = {name: jtu.tree_leaves(x, is_leaf=_is_leaf) for name, x in kwargs.items()}
+    leaves = {name: jtu.tree_leaves(x, is_leaf=is_state) for name, x in kwargs.items()}
     names = [name for name, x in leaves.items() if x and all(map(as_long, x))]
     if names:
         warn_user(

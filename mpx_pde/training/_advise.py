@@ -15,7 +15,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import numpy as np
 from jax import lax
 
 from .._util._calls import named, public
@@ -29,6 +28,7 @@ from ..reports._stats import percent
 from ..scaling._derivatives import Scaling
 from ..scaling._loss import AbstractLossScaling, DynamicLossScaling, NoOpLossScaling
 from ..scaling._unscaled import noting_coordinates
+from ._accumulate import is_old_key, is_state
 from ._floor import in_float64
 from ._grad import filter_value_and_grad
 from ._gradient import Gradient, check_eager
@@ -326,11 +326,12 @@ def _measured(
     if count > 1:
 
         def first(x):
-            return lax.slice_in_dim(x, 0, count // 2) if eqx.is_array(x) else x
+            return lax.slice_in_dim(x, 0, count // 2) if _is_batch(x) else x
 
         # A loss may accept only the whole batch, such as a grid, or one with targets of its own.
         with contextlib.suppress(Exception):
-            less = gradient.lower(args[0], *jtu.tree_map(first, args[1:]), **kwargs).compile()
+            fewer = jtu.tree_map(first, args[1:], is_leaf=is_state)
+            less = gradient.lower(args[0], *fewer, **kwargs).compile()
             each = (memory - _memory(less)) / (count - count // 2)
     report = precision_report(gradient)(*args, **kwargs)
     result = compiled(*args, **kwargs)
@@ -364,9 +365,14 @@ def _memory(compiled: Any) -> int:
 
 def _examples(args: tuple) -> int | None:
     """Returns the length of the leading axis that all arrays of the batch share, or `None`."""
-    lengths = {np.shape(x)[:1] for x in jtu.tree_leaves(args[1:]) if eqx.is_array(x)}
-    [length] = lengths if len(lengths) == 1 else [()]
-    return length[0] if length else None
+    leaves = jtu.tree_leaves(args[1:], is_leaf=is_state)
+    lengths = {len(x) for x in leaves if _is_batch(x)}
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+def _is_batch(x: Any) -> bool:
+    """Returns whether an argument may have an axis of examples, unlike numbers, keys and states."""
+    return eqx.is_array(x) and x.ndim > 0 and not is_old_key(x)
 
 
 def _written(row: Advised, has_aux: bool, start: str) -> str:

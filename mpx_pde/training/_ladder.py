@@ -111,7 +111,8 @@ class PrecisionLadder(eqx.Module):
             raise TypeError(
                 "`PrecisionLadder` decides which program is compiled, so its rung cannot be a "
                 "value of that program. Compile with `equinox.filter_jit`, or pass `ladder.rung` "
-                "as a static argument."
+                "as a static argument. If a checkpoint made an array of it, make it an integer "
+                "again: `equinox.tree_at(lambda x: x.index, ladder, int(ladder.index))`."
             )
         if self.index not in range(len(self.rungs)):
             raise ValueError(

@@ -33,6 +33,7 @@ from ..precision._tree import (
 from ..program._flat import flatten
 from ..program._warnings import tensorfloat32_by_default, traced, warn_of_tensorfloat32, warn_user
 from ._masters import Noise, applied, parse_master
+from ._moments import warn_of_squares
 
 
 def as_transformation(optimizer: Any) -> optax.GradientTransformationExtraArgs:
@@ -102,7 +103,9 @@ def _naming_a_state_of_another(optimizer: Any, view: "_View") -> Iterator[None]:
         yield
     except Exception as e:
         types = _initial(optimizer, view.params)
-        difference = None if types is None else first_difference(types, view.state)
+        # A state may be wider than the parameters.
+        wide = widen((types, view.state))
+        difference = None if types is None else first_difference(*wide)
         if difference is None:
             raise
         raise ValueError(
@@ -272,7 +275,9 @@ def optimizer_update(
     float32 for the optimizer, which therefore computes norms and moments in float32. The results
     are cast back to the original dtypes. Masks and labels by dtype must be PyTrees, not functions.
     An entry of a half-precision parameter that its update would take beyond the range of the type,
-    65504 for float16, is not updated: it would be infinite from then on.
+    65504 for float16, is not updated: it would be infinite from then on. A state may be wider than
+    the parameters, and must be where it holds squares of gradients and the parameters are float16:
+    start with `optimizer.init(mpx.cast_to_float32(params))`. A warning tells of it.
 
     **Arguments:**
 
@@ -350,6 +355,7 @@ def optimizer_update(
             update = partial(optimizer.update, **extra_args)
             if looks:
                 _warn_of_dtypes(update, (view.grads, *before), (grads, state, masters))
+                warn_of_squares(update, grads, view.state, masters)
             lacks = noting(_LACKS, TypeError, about="required keyword-only argument")
             with lacks, _naming_a_state_of_another(optimizer, view):
                 updates, new_state = update(grads, state, masters)

@@ -163,6 +163,40 @@ def test_draws_may_differ_in_number_and_in_kind(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", None])
+def test_keys_may_be_drawn(tmp_path, impl):
+    """A residual with noise of its own for each example."""
+
+    def noisy(w, example):
+        point, key = example
+        return fit(w, point) + 1e-2 * jax.random.normal(key)
+
+    def keyed(model, *, key):
+        n = 4 + int(jax.random.randint(key, (), 0, 9))
+        words = jax.random.bits(key, (n, 4 if impl == "rbg" else 2), jnp.uint32)
+        keys = words if impl is None else jax.random.wrap_key_data(words, impl=impl)
+        return jax.random.uniform(key, (n, 2)), keys
+
+    run = functools.partial(mpx.solve, noisy, weights(), keyed, redraw=2, progress=False)
+    want, file = run(steps=7), tmp_path / "checkpoint"
+    run(steps=5, checkpoint=file)
+    assert run(steps=7, checkpoint=file).history["loss"] == want.history["loss"]
+
+
+@pytest.mark.slow
+def test_numpy_may_draw(tmp_path):
+    """In float64, which no array of JAX's is by default."""
+
+    def drawn(model, *, key):
+        return np.random.default_rng(np.asarray(jax.random.key_data(key))).uniform(size=(9, 2))
+
+    run = functools.partial(mpx.solve, fit, weights(), drawn, redraw=2, progress=False)
+    want, file = run(steps=5), tmp_path / "checkpoint"
+    run(steps=3, checkpoint=file)
+    assert run(steps=5, checkpoint=file).history["loss"] == want.history["loss"]
+
+
+@pytest.mark.slow
 def test_the_checkpoint_of_another_run_is_told(tmp_path):
     file, options = tmp_path / "checkpoint", {"steps": 2, "progress": False}
     mpx.solve(fit, weights(), POINTS, checkpoint=file, **options)

@@ -76,6 +76,24 @@ def test_memory_is_that_of_the_program_and_grows_with_the_batch(advice):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
+def test_keys_numbers_and_states_are_no_batch(make):
+    norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(32, "batch", mode="batch")
+
+    def loss(model, state, x, weight, key):
+        noisy = lambda x, key: model[0](x + 1e-3 * jax.random.normal(key, x.shape, x.dtype))
+        hidden = jax.vmap(noisy)(x, jax.random.split(key, len(x)))
+        mapped = jax.vmap(model[1], axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+        out, state = mapped(hidden, state)
+        return weight * jnp.mean(out**4), state
+
+    model = eqx.nn.Linear(3, 32, key=jax.random.key(0)), norm
+    found = mpx.advise(loss, has_aux=True)(model, state, X, jnp.ones(()), make(0))
+    assert found.examples == 16
+    assert found.rows[0].memory_per_example is not None
+
+
+@pytest.mark.slow
 def test_the_arrays_of_a_scaling_are_not_closed_over_by_the_loss():
     def equation(model, x, *, derivatives):
         d = jax.vmap(mpx.laplacian(model, coords="xyz", outputs="u", scaling=derivatives))(x)

@@ -5,6 +5,7 @@ import io
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -98,6 +99,16 @@ def test_checkpoints_keep_the_rung():
     assert eqx.tree_deserialise_leaves(file, ladder).rung == "float32"
     with pytest.raises(ValueError, match="is on rung 2, but has only half, float32"):
         _ = eqx.tree_at(lambda x: x.index, mpx.PrecisionLadder(), 2).rung
+
+
+@pytest.mark.parametrize("array", [jnp.asarray, np.asarray])
+def test_a_rung_that_became_an_array_is_told_of(array):
+    """As after a checkpoint of `jax.tree.leaves`. The text says how to go on."""
+    ladder = eqx.tree_at(lambda x: x.index, mpx.PrecisionLadder(), array(1))
+    rung = eqx.filter_jit(lambda ladder: ladder.rung)
+    with pytest.raises(TypeError, match=r"an integer again: .*int\(ladder.index\)"):
+        rung(ladder)
+    assert rung(eqx.tree_at(lambda x: x.index, ladder, int(ladder.index))) == "float32"
 
 
 @pytest.mark.parametrize("rungs", [("half", "full"), ("half", "bfloat16_x3", "float32")])

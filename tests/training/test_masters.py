@@ -90,6 +90,7 @@ def test_stochastic_updates_repeat_and_take_a_key():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*holds squares of gradients")
 @pytest.mark.parametrize(
     ("master", "dtype"),
     [("nearest", "float16"), *((m, "bfloat16") for m in ("nearest", "stochastic", "kahan"))],

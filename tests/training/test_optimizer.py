@@ -249,3 +249,54 @@ def test_an_optimizer_that_takes_no_half_arrays_takes_half_parameters():
     model = {"w": jnp.ones(3, jnp.bfloat16)}
     step = lambda grads: mpx.optimizer_update(model, optimizer, optax.EmptyState(), grads, True)
     assert jax.jit(step)(make_grads(model))[0]["w"].tolist() == [1.25] * 3
+
+
+def _optimizers():
+    labels = lambda p: jtu.tree_map(lambda x: "matrix" if x.ndim > 1 else "vector", p)
+    adam, momentum = optax.adam(1e-2), optax.sgd(1e-1, momentum=0.9)
+    clip = optax.clip_by_global_norm(1.0)
+    return {
+        "adam": (adam, "nu"),
+        "adagrad": (optax.adagrad(1e-1), "sum_of_squares"),
+        "clipped adam": (optax.chain(clip, adam), "nu"),
+        "adam of sums": (optax.MultiSteps(adam, 2), "nu"),
+        "some adam": (optax.multi_transform({"matrix": momentum, "vector": adam}, labels), "nu"),
+        "momentum": (momentum, None),
+        "clipped momentum": (optax.chain(clip, momentum), None),
+        "momentum of sums": (optax.MultiSteps(momentum, 2), None),
+        "adamax": (optax.adamax(1e-2), None),
+        "lion": (optax.lion(1e-3), None),
+    }
+
+
+@pytest.mark.parametrize("name", _optimizers())
+def test_squares_of_gradients_in_float16_are_told_of(name):
+    """Those of gradients of 1e-3 are 0 there, and Adam's first update is 1e5 times its rate."""
+    optimizer, place = _optimizers()[name]
+    params = {"w": jnp.ones((4, 4), "float16"), "b": jnp.zeros(4, "float16")}
+    grads = jtu.tree_map(lambda x: jnp.full_like(x, 1e-3), params)
+    update = functools.partial(mpx.optimizer_update, params, optimizer)
+    step = jax.jit(lambda state, grads: update(state, grads, True))
+    told = contextlib.nullcontext()
+    if place is not None:
+        told = pytest.warns(mpx.PrecisionWarning, match=f"squares of gradients .*{place}")
+    with told:
+        step(optimizer.init(params), grads)
+    wide = mpx.cast_to_float32(params)
+    state = optimizer.init(wide)
+    for _ in range(2):  # `MultiSteps` updates at the second
+        after, state = step(state, grads)
+    assert avals(state) == avals(optimizer.init(wide))
+    assert avals(after) == avals(params)
+
+
+def test_a_wider_state_is_not_that_of_another_model():
+    def update(grads, state, params=None, *, value_fn):
+        raise RuntimeError("its own")
+
+    params = {"w": jnp.ones(2, "float16")}
+    adam = optax.adam(1e-2)
+    optimizer = optax.GradientTransformationExtraArgs(adam.init, update)
+    state = optimizer.init(mpx.cast_to_float32(params))
+    with pytest.raises(RuntimeError, match="its own"):
+        mpx.optimizer_update(params, optimizer, state, params, True, value_fn=1.0)
