@@ -13,7 +13,7 @@ from .._util._types import PyTree
 from ..precision._cast import widen
 from ..program import _tables as tables
 from ..program._flat import Constant, flatten
-from ..program._jaxpr import bodies_of
+from ..program._rebind import bodies_in
 from ..program._warnings import warn_user
 
 
@@ -66,14 +66,14 @@ def _degrees(closed: ClosedJaxpr, degrees: Sequence[float]) -> list[float]:
     for step in flat.steps:
         each = [degree(x) for x in step.inputs]
         power = tables.exponent_of(step.name, step.eqn.params)
-        if step.name == "cond":
-            branches = [_degrees(body, each[1:]) for body in bodies_of(step.eqn)]
+        if bodies := list(bodies_in(step.eqn)):
+            branches = [_degrees(body, each[start:]) for body, start, _ in bodies]
             results = [max(branch) for branch in zip(*branches, strict=True)]
-        elif step.name == "select_n":
-            results = [max(each[1:])]
-        elif step.name == "div":
+        elif step.name in tables.CONSTANT:  # signs and comparisons
+            results = [0.0] * len(step.outputs)
+        elif step.name in tables.DIVISIONS:
             results = [each[0] - each[1]]
-        elif step.name == "mul" or step.name in tables.PRODUCTS:
+        elif step.name in tables.MULTIPLICATIONS | tables.PRODUCTS:
             results = [sum(each)]
         elif power is not None:
             results = [power * each[0]]
