@@ -23,13 +23,16 @@ _LINES, _COLUMNS = 14, 100
 
 
 def shown(output: str) -> str:
-    """Shortens what a block printed: files without the folders around them, long lines wrapped."""
+    """Shortens what a block printed: files without the folders around them, long lines wrapped, and
+    the first lines and the last one of many."""
     text = re.sub(r"/\S*/site-packages/", "", output.replace(f"{ROOT}/docs/", "")).rstrip()
     lines = []
     for line in text.splitlines():
         wide = len(line) > _COLUMNS and "  " not in line.strip()
         lines += textwrap.wrap(line, _COLUMNS - 4) if wide else [line.rstrip()]
-    return "\n".join(lines[:_LINES] + ["…"] * (len(lines) > _LINES)) + "\n"
+    if len(lines) > _LINES:
+        lines = [*lines[: _LINES - 1], "…", lines[-1]]
+    return "\n".join(lines) + "\n"
 
 
 def outputs(page: Path) -> dict[int, str]:
