@@ -252,7 +252,10 @@ GPU = "measured-nvidia-h200"
 EARLIER = "measured-nvidia-h100-80gb-hbm3"
 _FORWARD = ("bfloat16_x3", "float32")
 _SHOWN = {
-    "cavity-512": ("float32", "TF32", FULL, OURS, *(f"{OURS}, forward {f}" for f in _FORWARD)),
+    "cavity-512": (
+        *("float32", "TF32", FULL, OURS),
+        *(f"{half}, forward {f}" for f in _FORWARD for half in (OURS, "mpx_pde bfloat16")),
+    ),
     "fno-256": ("float32", "TF32", FULL, OURS, f"{OURS}, forward float32"),
 }
 _SHOWN_EARLIER = {"vit-base": ("TF32", OURS, "MPX float16")}
