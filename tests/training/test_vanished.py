@@ -3,6 +3,7 @@ that is not finite is skipped."""
 
 import io
 import warnings
+from functools import partial
 
 import equinox as eqx
 import jax
@@ -282,6 +283,7 @@ def in_small_units(model, x, unit):
     return jnp.mean((unit * jax.vmap(model)(x) - unit * jnp.sin(6 * x[:, 0])) ** 2)
 
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
 NETWORK = eqx.nn.MLP(2, "scalar", 32, 2, jnp.sin, key=jax.random.key(0))
 POINTS = jax.random.uniform(jax.random.key(1), (256, 2))
 
@@ -295,9 +297,9 @@ def small_step(model, x, unit, scaling, **options):
     ("options", "unit", "close"),
     [
         ({"forward": "float32"}, 1e-5, 1e-3),
-        pytest.param({"forward": "float32"}, 1e-7, 1e-3, marks=pytest.mark.slow),
+        slow({"forward": "float32"}, 1e-7, 1e-3),
         # Operands of forward products are rounded too.
-        ({"autocast": True}, 1e-5, 6e-3),
+        slow({"autocast": True}, 1e-5, 6e-3),
     ],
 )
 def test_the_scale_rises_to_a_small_gradient(options, unit, close):
@@ -317,9 +319,9 @@ def test_the_scale_rises_to_a_small_gradient(options, unit, close):
     ("unit", "scaling", "scale"),
     [
         (1, mpx.DynamicLossScaling(), 2**15),
-        (1e-5, mpx.DynamicLossScaling(max_loss_scaling=2**20), 2**20),
-        (1e-5, mpx.StaticLossScaling(2**15), 2**15),
         (0, mpx.DynamicLossScaling(), 2**15),
+        slow(1e-5, mpx.DynamicLossScaling(max_loss_scaling=2**20), 2**20),
+        slow(1e-5, mpx.StaticLossScaling(2**15), 2**15),
     ],
 )
 def test_the_scale_rises_no_further_than_it_should(unit, scaling, scale):
@@ -328,6 +330,7 @@ def test_the_scale_rises_no_further_than_it_should(unit, scaling, scale):
     assert scaling.loss_scaling == scale
 
 
+@pytest.mark.slow
 def test_the_scale_of_a_loss_rises_beside_scales_of_derivatives():
     def loss(model, x, *, derivatives=None):
         terms = ["u_x", "u_yy"]
@@ -362,6 +365,7 @@ def test_a_gradient_that_is_far_smaller_than_its_cotangents_costs_few_steps():
     assert not any(skipped[-4:])
 
 
+@pytest.mark.slow
 def test_no_scale_rises_in_bfloat16_or_after_a_skip():
     scaling = mpx.DynamicLossScaling()
     with mpx.half_precision(jnp.bfloat16):
