@@ -6,8 +6,8 @@ float32, with casts, with `forward="float32"` and with autocast. A PINN by neste
 MLP, a Fourier neural operator and a vision transformer with 6 blocks follow, with the steps of
 `_steps.py`.
 
-They are compiled for this CPU and for an H100. XLA has no half products for most CPUs: it compiles
-each with the conversions around it, so half precision compiles slower there than for a GPU.
+They are compiled for this CPU and for an H100, if its compiler is here. XLA has no half products
+for most CPUs: it compiles each with the conversions around it.
 
 Each stage of `jax.jit` is timed by itself, in seconds of all processors together: `trace` (Python
 to a jaxpr), `lower` (to StableHLO) and `compile` (XLA). Times are medians over rounds in which the
@@ -44,10 +44,9 @@ def tasks(quick: bool) -> dict[str, Task]:
         "mpx_pde, forward float32": {"forward": "float32"},
         "mpx_pde, autocast": {"autocast": True},
     }
-    hessian = partial(foreign_step.loss, terms=foreign_step.by_hessian)
     of_pinn = {
         "float32": pinn.rivals["float32"],
-        "mpx_pde, jax.hessian, forward float32": by_library(hessian, forward="float32"),
+        "mpx_pde, jax.hessian, forward float32": by_library(pinn.loss, forward="float32"),
         "mpx_pde, partials in float32": pinn.rivals["mpx_pde float32"],
         **{name: foreign_step.by_library("float16", **given) for name, given in halves.items()},
     }

@@ -71,13 +71,7 @@ def _of_both(network: str) -> str:
 compile_time = Table(
     "compile_time",
     _builds,
-    lambda data: [
-        "step  {step}",
-        *(
-            f"{name}  {{{name}.cpu:.2f}} / {{{name}.h100:.2f}}"
-            for name in groups(data["builds"], "problem")
-        ),
-    ],
+    lambda data: ["step  {step}", *map(_of_both, groups(data["builds"], "problem"))],
     "Processor time of tracing, lowering and compiling, relative to float32: for this CPU / for an "
     "H100.",
 )
