@@ -429,6 +429,11 @@ class Scaling(AbstractLossScaling):
         return with_fields(self, loss=loss, derivatives=derivatives, **steps)
 
 
+def loss_scaling_of(scaling: Any) -> Any:
+    """Returns the scaling of the loss in a scaling, which may have scales of derivatives beside."""
+    return scaling.loss if isinstance(scaling, Scaling) else scaling
+
+
 def check_takes_derivatives(func: Callable) -> None:
     """Raises a `TypeError` unless `func` takes a keyword `derivatives`."""
     try:

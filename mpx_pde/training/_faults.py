@@ -1,7 +1,5 @@
 """An error for runs that only skip steps."""
 
-from typing import Any
-
 import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -11,7 +9,7 @@ from .._util._repr import in_a_line
 from .._util._types import PyTree
 from .._util._wrapper import says_how
 from ..precision._dtypes import check_integer
-from ..scaling._derivatives import Scaling
+from ..scaling._derivatives import Scaling, loss_scaling_of
 from ..scaling._loss import AbstractLossScaling, check_scaling
 
 
@@ -87,7 +85,7 @@ def error_if_stuck(
             f"used in its place afterwards, such as the scaling itself, but got {in_a_line(tree)}."
         )
     limit = check_integer(max_consecutive_skips, "max_consecutive_skips")
-    loss: Any = scaling.loss if isinstance(scaling, Scaling) else scaling
+    loss = loss_scaling_of(scaling)
     reasons = [*_REASONS]
     reason = jnp.where(getattr(loss, "at_minimum", False), _MINIMUM, _LOSS)
     if isinstance(scaling, Scaling):

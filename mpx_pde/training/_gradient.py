@@ -34,6 +34,7 @@ from ..reports._diagnosis import diagnose, warn_of_unscaled
 from ..scaling._derivatives import (
     Scaling,
     check_takes_derivatives,
+    loss_scaling_of,
     needs_derivatives,
     sum_counts,
 )
@@ -121,7 +122,7 @@ _VANISHED = 4
 def _is_small(grads: PyTree, scaling: Any) -> Array:
     """Returns whether gradients, which are not scaled, let the scale of the loss rise by `_ASCENT`.
     A scale that does not follow the gradients never rises."""
-    loss = scaling.loss if isinstance(scaling, Scaling) else scaling
+    loss = loss_scaling_of(scaling)
     if not isinstance(loss, DynamicLossScaling):
         return jnp.array(False)
     return all_below(grads, 2.0**-_ASCENT / loss.loss_scaling)

@@ -17,7 +17,7 @@ from ..modes._choice import mode_at
 from ..precision._dtypes import LARGEST_SCALE
 from ..precision._tree import with_fields
 from ..program._warnings import warn_user
-from ..scaling._derivatives import DerivativeScaling, Scaling
+from ..scaling._derivatives import DerivativeScaling, Scaling, loss_scaling_of
 from ..scaling._loss import AbstractLossScaling, DynamicLossScaling, default_cap
 from ..scaling._rules import SMALLEST_NORMAL
 from ..scaling._telemetry import telemetry
@@ -217,7 +217,7 @@ def _search(
     """Returns the exponents to start with, and the gradient there or at a larger scale. The
     exponent of the loss scale is at most that of `cap`."""
     scales = _scales(start, cap)
-    loss = start.loss if isinstance(start, Scaling) else start
+    loss = loss_scaling_of(start)
     of_loss = np.arange(len(scales)) < isinstance(loss, DynamicLossScaling)
     exponents, evaluated = _in_range(_exponents(start), evaluate, of_loss)
     for i, scale in enumerate(scales):
@@ -355,7 +355,7 @@ class _Scale:
 def _scales(scaling: Any, cap: float = LARGEST_SCALE) -> list[_Scale]:
     """Returns the scales of a scaling that may change, that of the loss first. Its upper bound is
     its own cap, or else `cap`."""
-    loss = scaling.loss if isinstance(scaling, Scaling) else scaling
+    loss = loss_scaling_of(scaling)
     out = []
     if isinstance(loss, DynamicLossScaling):
         exponent = lambda x: round(math.log2(float(x)))
