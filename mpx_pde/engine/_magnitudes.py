@@ -57,12 +57,8 @@ def _of_result(step: Step, given: Sequence[float]) -> float:
     name = step.name
     if name in tables.BOUNDED or not given:
         return 0.0
-    if name in tables.MULTIPLICATIONS | tables.PRODUCTS:
-        return sum(given)
-    if name in tables.DIVISIONS:
-        return given[0] - given[1]
-    if (power := tables.exponent_of(name, step.eqn.params)) is not None:
-        return power * given[0]
+    if (exponent := step.exponent(given)) is not None:
+        return exponent
     if name not in tables.LINEAR | tables.ACCURATE | tables.ADDITIONS:
         return 0.0
     many, few = (size_of(aval_of(v[0])) for v in (step.eqn.invars, step.eqn.outvars))

@@ -75,6 +75,16 @@ class Step:
         """Returns the whole number to whose power the equation raises its operand, if any."""
         return tables.power_of(self.name, self.eqn.params)
 
+    def exponent(self, given: Sequence[float]) -> float | None:
+        """Returns the exponent of the result of a product, quotient, power or root of operands with
+        the `given` exponents; `None` for other equations."""
+        if self.name in tables.MULTIPLICATIONS | tables.PRODUCTS:
+            return sum(given)
+        if self.name in tables.DIVISIONS:
+            return given[0] - given[1]
+        power = tables.exponent_of(self.name, self.eqn.params)
+        return None if power is None else power * given[0]
+
     @cached_property
     def holds_products(self) -> bool:
         """Returns whether the equation contains products."""

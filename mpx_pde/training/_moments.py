@@ -65,18 +65,13 @@ def _degrees(closed: ClosedJaxpr, degrees: Sequence[float]) -> list[float]:
 
     for step in flat.steps:
         each = [degree(x) for x in step.inputs]
-        power = tables.exponent_of(step.name, step.eqn.params)
-        if bodies := list(bodies_in(step.eqn)):
+        if bodies := bodies_in(step.eqn):
             branches = [_degrees(body, each[start:]) for body, start, _ in bodies]
             results = [max(branch) for branch in zip(*branches, strict=True)]
         elif step.name in tables.CONSTANT:  # signs and comparisons
             results = [0.0] * len(step.outputs)
-        elif step.name in tables.DIVISIONS:
-            results = [each[0] - each[1]]
-        elif step.name in tables.MULTIPLICATIONS | tables.PRODUCTS:
-            results = [sum(each)]
-        elif power is not None:
-            results = [power * each[0]]
+        elif (exponent := step.exponent(each)) is not None:
+            results = [exponent]
         else:
             results = [max(each, default=0.0)] * len(step.outputs)
         of.update(zip(step.outputs, results, strict=True))
