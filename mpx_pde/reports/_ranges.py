@@ -20,6 +20,7 @@ from ..program._jaxpr import trace_arrays
 from ..program._lines import Site, definition_of
 from ..program._warnings import PrecisionWarning
 from ..scaling._loss import AbstractLossScaling
+from ..scaling._watched import watch
 from ._explain import explain
 from ._meter import CLEAN, TAINTED, Known, Measured, Meter
 from ._range_report import RangeReport, fold, idle_product, make_row
@@ -79,13 +80,15 @@ def _report(fun: Callable, args: tuple, kwargs: dict) -> RangeReport:
         for order, value in sorted(meter.measured.items())
         if order in meter.counts
     ]
+    with watch.pause():  # its steps are not those of a training
+        result = assemble(out)
     mixed = bool(_said(fun, "is_mixed_precision")) or any(x.half for x, _ in measured)
     return RangeReport(
         rows=tuple(make_row(*item) for item in measured),
         folded=fold(measured),
         mixed=mixed,
         idle=tuple(x for value, _ in measured if (x := idle_product(value))),
-        result=assemble(out),
+        result=result,
         scaled=_said(fun, "scales_its_loss"),
         room=next(iter(_declared(fun, "room_of_scale")), None),
         autocast=bool(_said(fun, "is_autocast")),

@@ -341,8 +341,8 @@ class Scaling(AbstractLossScaling):
         `loss` and `derivatives` count their own.
     - `consecutive_skips`: the steps skipped since the last one that was not, an int32 scalar.
     - `taken_steps`: the steps that were not skipped so far, an int32 scalar.
-    - `vanished_steps`: the steps whose gradient was exactly zero as a whole although the loss was
-        not, an int32 scalar (see [`mpx_pde.DynamicLossScaling`][]).
+    - `vanished_steps`: the steps whose gradient vanished as a whole, an int32 scalar (see
+        [`mpx_pde.DynamicLossScaling`][]).
     """
 
     loss: AbstractLossScaling

@@ -197,8 +197,9 @@ class DynamicLossScaling(_ByArray):
     exact, and stays between `min_loss_scaling` and `max_loss_scaling`.
 
     At the start of a training a step of the library moves it faster, by up to four powers of two:
-    down until a step has been taken, and, with `forward=` or `autocast` in float16, up until a step
-    has been skipped, while no entry of the scaled gradient reaches 1.
+    down until a step has been taken, and, with a float16 backward pass and a loss that is float32
+    (as with `forward=` and `autocast`), up until a step has been skipped, while no entry of the
+    scaled gradient reaches 1.
 
     It also counts steps. Log `skipped_steps`. `consecutive_skips` and `at_minimum` reveal a run
     that no scale can save, because the loss itself or a derivative inside it overflows.
@@ -212,9 +213,11 @@ class DynamicLossScaling(_ByArray):
         scalar.
     - `taken_steps`: steps with finite gradients so far, an int32 scalar.
     - `vanished_steps`: steps whose gradient was exactly zero as a whole although the loss was not,
-        an int32 scalar. They count as taken. A [`mpx_pde.PrecisionWarning`][] tells of the first
-        one, some steps later. A gradient that is zero for some parameters alone does not count: a
-        step has the same numbers whether a branch of the model overflowed or is masked, and only
+        an int32 scalar. If the loss itself is float16, no scale above 2^15 helps, and a gradient
+        below 2^-23 as a whole counts, too: float16 holds little of what it is summed from. These
+        steps count as taken. A [`mpx_pde.PrecisionWarning`][] tells of the first one, some steps
+        later. A gradient that is zero for some parameters alone does not count: a step has the
+        same numbers whether a branch of the model overflowed or is masked, and only
         [`mpx_pde.initial_scaling`][], which evaluates the batch in float32 too, tells them apart.
     - `min_loss_scaling`, `max_loss_scaling`, `factor`, `period`: as given; static.
     """

@@ -40,8 +40,8 @@ def telemetry(scaling: Any) -> dict[str, Any]:
     - `"underflow"`: by the name of the row, the part of the last step's values that was zero or
         below the range in which float16 has all of its digits, float32;
     - `"shift"`: by the name of the row, log2 of the scale that the values carried, int32;
-    - `"vanished_steps"`: with a [`mpx_pde.Scaling`][], the number of steps whose gradient was
-        exactly zero as a whole although the loss was not, int32.
+    - `"vanished_steps"`: with a [`mpx_pde.Scaling`][], the number of steps whose gradient vanished
+        as a whole, int32 (see [`mpx_pde.DynamicLossScaling`][]).
     """
     derivatives = scaling.derivatives if isinstance(scaling, Scaling) else scaling
     if not isinstance(derivatives, DerivativeScaling):

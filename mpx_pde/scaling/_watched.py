@@ -1,6 +1,8 @@
 """A count on the device that a warning tells when it rises above zero."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -36,10 +38,20 @@ class _Watch:
         self.looks = 0
         self.next = 0.0
         self.warned = False
+        self.paused = False
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Looks at nothing in its body, which evaluates another program than that of a step."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
 
     def see(self, count: Any, text: str) -> None:
         """Looks at a count if it is known, or at the one that came before."""
-        if not isinstance(count, jax.Array) or isinstance(count, Tracer):
+        if self.paused or not isinstance(count, jax.Array) or isinstance(count, Tracer):
             return
         before, self.pending = self.pending, count
         operands: tuple[Any, ...] = (before, count)
@@ -77,9 +89,10 @@ class Watched:
     __slots__ = ("count",)
 
     text = (
-        "The gradient was exactly zero as a whole in {} steps so far, although the loss was not: "
-        "something overflows in the forward pass, and its derivative ends in 1/∞, or the gradient "
-        "is below the range of the half type, or it is zero in float32 too. "
+        "The gradient has vanished as a whole in {} steps so far: it is zero although the loss is "
+        "not, or below 1.2e-7 with a loss that is float16 itself, where no larger scale helps. "
+        "Something overflows in the forward pass, and its derivative ends in 1/∞, or values are "
+        "below the range of the half type, or the gradient is zero in float32 too. "
         "`mpx_pde.explain_nonfinite(mpx_pde.filter_grad(loss, scaling, **options))(model, batch)`, "
         "with the options of the step, names the line. "
         "`autocast=True` or `forward='float32'` keeps such operations in float32. The scaling "

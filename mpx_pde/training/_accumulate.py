@@ -135,7 +135,7 @@ def _run(
     def body(total, batch):
         evaluated = gradient.evaluate((model, *whole(batch)), kwargs)
         arrays, static = eqx.partition((evaluated.value, evaluated.aux), eqx.is_array)
-        statics.append((static, evaluated.depends))
+        statics.append((static, evaluated.dtype, evaluated.depends))
         sums = [evaluated.grads, evaluated.counts]
         return jtu.tree_map(lambda t, x: t + widen(x), total, sums), arrays
 
@@ -155,11 +155,11 @@ def _run(
             "meant, say so by `in_axes=None`."
         )
     _warn_of_keywords(batched, kwargs, micro_batches)
-    static, depends = statics[-1]
+    static, dtype, depends = statics[-1]
     values, aux = eqx.combine(arrays, static)
     value = jnp.mean(values)
     mean = jtu.tree_map(lambda g: g / micro_batches, total)
-    state = gradient.finish(model, Evaluated(value, aux, mean, counts, depends))
+    state = gradient.finish(model, Evaluated(value, aux, mean, counts, dtype, depends))
     out = (value, gradient.mode.output(aux)) if gradient.has_aux else value
     return out, *state
 

@@ -19,7 +19,7 @@ from .._util._repr import table
 from .._util._types import ForwardLike, PolicyLike, PyTree
 from ..modes._choice import mode_at
 from ..modes._mode import AbstractMode
-from ..precision._cast import cast_tree
+from ..precision._cast import cast_tree, widen
 from ..precision._dtypes import check_integer, check_positive
 from ..precision._forward import RUNGS, check_rung
 from ..precision._tree import all_finite
@@ -296,7 +296,7 @@ def _evaluated(gradient: Gradient, args: tuple, kwargs: dict) -> tuple[Array, Py
         derivatives = gradient.derivatives if gradient.mode.scales else None
         args, kwargs = gradient.mode.cast(args, kwargs)
         with gradient.mode.around_gradient():
-            return gradient.loss(args, kwargs, derivatives)[0]
+            return widen(gradient.loss(args, kwargs, derivatives)[0])
 
     with gradient.mode.context():
         loss, grads = _gradient(gradient, args, kwargs)

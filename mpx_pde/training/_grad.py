@@ -37,7 +37,7 @@ def _scaled_grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
     if gradient.mode.casts:
         # Cast outside of the differentiated function.
         args, kwargs = gradient.mode.cast(args, kwargs)
-    value, aux, grads, counts, _ = gradient.evaluate(args, kwargs)
+    value, aux, grads, counts, *_ = gradient.evaluate(args, kwargs)
     if gradient.mode.scales:
         value = gradient.scaling.scale(value)
     grads = grads if counts is None else (grads, counts)

@@ -25,19 +25,19 @@ from .._util._varying import mark_varying, size_of_axis
 from ..modes._choice import mode_at, mode_of
 from ..modes._mode import AbstractMode
 from ..precision._cast import widen
-from ..precision._dtypes import LARGEST_SCALE, check_bool, largest_scale
+from ..precision._dtypes import check_bool, is_half, largest_scale
 from ..precision._forward import forward_in
-from ..precision._tree import all_below, all_finite, all_zero, with_fields
+from ..precision._tree import all_finite, all_zero
 from ..program._shown import shown
 from ..program._warnings import traced
 from ..reports._diagnosis import diagnose, warn_of_unscaled
 from ..scaling._derivatives import (
     Scaling,
     check_takes_derivatives,
-    loss_scaling_of,
     needs_derivatives,
     sum_counts,
 )
+from ..scaling._following import followed, is_small
 from ..scaling._loss import DynamicLossScaling, NoOpLossScaling, check_scaling, split_aux
 from ..scaling._unscaled import noting_unscaled
 
@@ -81,81 +81,6 @@ def copied(tree: PyTree) -> PyTree:
     return jtu.tree_map(lambda x: x, tree)
 
 
-_DESCENT = 4
-"""Powers of two by which a scale falls per skipped step until a step has been taken. Without this,
-a run would lose up to a dozen steps before its first one."""
-
-
-def _descended(before: Any, after: Any) -> Any:
-    """Returns the adjusted scaling `after`, but lets scales that fell fall faster if no step has
-    been taken yet.
-    """
-
-    def faster(scale: Array, adjusted: Array, fallen: Array, lowest: Any) -> Array:
-        fell = (after.taken_steps == 0) & (adjusted < scale)
-        return jnp.where(fell, jnp.minimum(adjusted, jnp.maximum(fallen, lowest)), adjusted)
-
-    if isinstance(before, Scaling):
-        exponents, lowest = before.derivatives.exponents, before.derivatives.rule.lowest
-        new = after.derivatives.exponents
-        new = faster(exponents, new, exponents - _DESCENT, np.array(lowest, np.int32))
-        derivatives = with_fields(after.derivatives, exponents=new)
-        loss = _descended(before.loss, after.loss)
-        return with_fields(after, loss=loss, derivatives=derivatives)
-    if isinstance(before, DynamicLossScaling):
-        scale, lowest = before.loss_scaling, before.min_loss_scaling
-        new = faster(scale, after.loss_scaling, scale * 2.0**-_DESCENT, lowest)
-        return with_fields(after, loss_scaling=new)
-    return after
-
-
-_ASCENT = 4
-"""Powers of two by which the scale of a loss rises per step, until a step has been skipped, while
-the scaled gradient leaves room for them below 1. A gradient is a sum over many points, so the
-cotangents of these may be below the range of float16. Where they are much larger than the gradient
-instead, each power too many costs a skipped step."""
-
-_VANISHED = 4
-"""Gradients that may have vanished before the scale of a loss no longer rises for small ones."""
-
-
-def _is_small(grads: PyTree, scaling: Any) -> Array:
-    """Returns whether gradients, which are not scaled, let the scale of the loss rise by `_ASCENT`.
-    A scale that does not follow the gradients never rises."""
-    loss = loss_scaling_of(scaling)
-    if not isinstance(loss, DynamicLossScaling):
-        return jnp.array(False)
-    return all_below(grads, 2.0**-_ASCENT / loss.loss_scaling)
-
-
-def _ascended(before: Any, after: Any, small: Array, top: float) -> Any:
-    """Returns the adjusted scaling `after`, with a higher scale of the loss if the gradients are
-    `small` and no step was skipped so far.
-
-    A few gradients that vanish may be below the range of float16, many are zero for another reason.
-    They are counted before this step: if the next scale depended on the zeros of this one, XLA for
-    GPUs (JAX 0.10.2) would no longer look for them in the kernels of the update.
-    """
-    if isinstance(before, Scaling):
-        return with_fields(after, loss=_ascended(before.loss, after.loss, small, top))
-    if not isinstance(before, DynamicLossScaling):
-        return after
-    raised = jnp.minimum(before.loss_scaling * 2.0**_ASCENT, before.max_loss_scaling or top)
-    few = (after.skipped_steps == 0) & (before.vanished_steps < _VANISHED)
-    rises = small & few & (raised > after.loss_scaling)
-    return with_fields(after, loss_scaling=jnp.where(rises, raised, after.loss_scaling))
-
-
-def _with_vanished(scaling: Any, vanished: Array) -> Any:
-    """Returns a scaling that counts one more vanished gradient if `vanished`."""
-    if isinstance(scaling, Scaling):
-        loss = _with_vanished(scaling.loss, vanished)
-        return with_fields(scaling, loss=loss, vanished=scaling.vanished + vanished)
-    if isinstance(scaling, DynamicLossScaling):
-        return with_fields(scaling, vanished=scaling.vanished + vanished)
-    return scaling
-
-
 class Checked(NamedTuple):
     """What is known of a loss and its gradients.
 
@@ -164,13 +89,14 @@ class Checked(NamedTuple):
     - `finite`: whether both are finite.
     - `zero`: whether the gradients are zero.
     - `some`: whether the loss is not zero, as it is where it converged or is masked.
-    - `small`: whether the scale of the loss can rise.
+    - `small`: whether the gradients are too small for the scale of the loss, or `None` if no half
+        type has too little range for them.
     """
 
     finite: Array
     zero: Array
     some: Array
-    small: Array
+    small: Array | None
 
 
 class Evaluated(NamedTuple):
@@ -178,10 +104,11 @@ class Evaluated(NamedTuple):
 
     **Attributes:**
 
-    - `value`: the loss before it is scaled.
+    - `value`: the loss before it is scaled, in float32 or wider.
     - `aux`: the auxiliary output as the function returned it, or `None`.
     - `grads`: the gradients, still scaled, in the dtypes of the masters.
     - `counts`: the counts of derivatives, or `None`.
+    - `dtype`: the dtype that the function returned the loss in.
     - `depends`: whether the loss depends on the parameters, as JAX knows it. It does not behind a
         `jax.lax.stop_gradient`.
     """
@@ -190,7 +117,13 @@ class Evaluated(NamedTuple):
     aux: PyTree
     grads: PyTree
     counts: PyTree
+    dtype: np.dtype
     depends: bool = True
+
+    @property
+    def largest_scale(self) -> float:
+        """Returns the largest scale that the loss has a cotangent for."""
+        return largest_scale(self.dtype)
 
 
 def _noticed(value: Array, depends: list[bool]) -> Array:
@@ -332,9 +265,8 @@ class Gradient(eqx.Module):
         return {**kwargs, "derivatives": derivatives}
 
     def loss(self, args: tuple, kwargs: dict, derivatives: Any) -> tuple[Inexact[Array, ""], Any]:
-        """Evaluates the loss and its auxiliary output (or `None`). In mixed precision the loss is
-        returned in float32 or wider.
-        """
+        """Evaluates the loss, in the dtype that the function returns, and its auxiliary output (or
+        `None`)."""
         func, mode = self.mode.evaluated(self.func), self.mode
         noted = noting_the_model(args)
         with mode.around_loss(), noted, noting_the_terms(), noting_unscaled() as unscaled:
@@ -342,8 +274,7 @@ class Gradient(eqx.Module):
         if unscaled and self.derivatives is None and mode.in_half:
             warn_of_unscaled(*unscaled.popitem())
         out, aux = split_aux(out) if self.has_aux else (out, None)
-        value = _check_loss(out, self.has_aux)
-        return widen(value) if mode.scales else value, aux
+        return _check_loss(out, self.has_aux), aux
 
     def evaluate(self, args: tuple, kwargs: dict) -> Evaluated:
         """Evaluates the loss and its gradients with respect to `args[0]`."""
@@ -351,17 +282,21 @@ class Gradient(eqx.Module):
         if mode.scales and self.axis_name is not None:
             size_of_axis(self.axis_name)
         depends: list[bool] = []
+        dtypes: list[np.dtype] = []
 
         def loss(differentiated, others, kwargs):
             model, derivatives = differentiated
             if not mode.scales:
                 value, aux = self.loss((model, *others), kwargs, None)
+                dtypes.append(value.dtype)
                 return value, (value, aux)
             # The cast in here is part of what is differentiated, so the gradients have the dtypes
             # of the masters.
             model = _as_varying(model, self.axis_name)
             cast_args, cast_kwargs = mode.cast((model, *others), kwargs)
             value, aux = self.loss(cast_args, cast_kwargs, derivatives)
+            dtypes.append(value.dtype)
+            value = widen(value)
             return self.scaling.scale(_noticed(value, depends)), (value, aux)
 
         differentiated = args[0], self.derivatives if mode.scales else None
@@ -369,9 +304,8 @@ class Gradient(eqx.Module):
         with noting_the_trace(), mode.around_gradient():
             (_, out), (grads, counts) = value_and_grad(differentiated, args[1:], kwargs)
         value, aux = out
-        return Evaluated(
-            value, aux, grads, None if counts is None else counts.counts, bool(depends)
-        )
+        counts = None if counts is None else counts.counts
+        return Evaluated(value, aux, grads, counts, dtypes[-1], bool(depends))
 
     def unscale(self, grads: PyTree) -> PyTree:
         """Unscales gradients by the scale of this step."""
@@ -393,18 +327,14 @@ class Gradient(eqx.Module):
             usable = usable & self.derivatives.finite(*seen)
         with forward_in(self.mode.forward):  # the cap of the scale depends on it
             adjusted = self.scaling.adjust(found.finite, *seen)
-        adjusted = _descended(self.scaling, adjusted)
-        if self._in_float16:
-            # A loss that is cast may be float16 itself.
-            top = largest_scale(self.mode.dtype) if self.mode.casts else LARGEST_SCALE
-            small = found.small & found.some & evaluated.depends
-            adjusted = _ascended(self.scaling, adjusted, small, top)
-        vanished = usable & found.zero & found.some & (self.mode.in_half and evaluated.depends)
-        return _with_vanished(adjusted, vanished), usable, grads
-
-    @property
-    def _in_float16(self) -> bool:
-        return self.mode.in_half and self.mode.dtype == jnp.float16
+        vanished, small = found.zero & found.some, found.small
+        if small is not None:
+            if is_half(evaluated.dtype):  # the loss may be zero for being small, too
+                vanished = vanished | (small & ~found.zero)
+            small = small & found.some & evaluated.depends
+        vanished = usable & vanished & (self.mode.in_half and evaluated.depends)
+        scaling = followed(self.scaling, adjusted, small, evaluated.largest_scale, vanished)
+        return scaling, usable, grads
 
     def _checked(self, evaluated: Evaluated, grads: PyTree) -> Checked:
         """Looks at a loss and its gradients, with an `axis_name` at those of all devices."""
@@ -412,13 +342,14 @@ class Gradient(eqx.Module):
             ~(all_finite(grads) & jnp.isfinite(evaluated.value)),
             ~all_zero(grads),
             evaluated.value != 0,
-            ~_is_small(grads, self.scaling) if self._in_float16 else jnp.array(True),
         ]
+        if self.mode.in_half and self.mode.dtype == jnp.float16:
+            anywhere += [~is_small(grads, self.scaling, evaluated.largest_scale)]
         if self.axis_name is not None:
             flags = jnp.stack(anywhere).astype(jnp.int32)
             anywhere = list(lax.psum(flags, self.axis_name) > 0)
-        infinite, moves, some, large = anywhere
-        return Checked(~infinite, ~moves, some, ~large)
+        infinite, moves, some, *large = anywhere
+        return Checked(~infinite, ~moves, some, ~large[0] if large else None)
 
 
 def transformed(run: Callable, func: Any, scaling: Any, **options: Any) -> Callable:

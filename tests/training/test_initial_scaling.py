@@ -136,7 +136,7 @@ def test_a_check_that_fails_where_the_gradient_overflows_is_an_overflow():
         mpx.initial_scaling(loss, mpx.DynamicLossScaling())(jnp.ones(3), HARD, 0.0)
 
 
-@pytest.mark.filterwarnings("ignore:The gradient was exactly zero as a whole")
+@pytest.mark.filterwarnings("ignore:The gradient has vanished as a whole")
 def test_underflow_at_the_highest_scale_is_told():
     """The suggested cap keeps the gradient. There is no warning of an ordinary loss."""
 

@@ -3,7 +3,6 @@ that is not finite is skipped."""
 
 import io
 import warnings
-from functools import partial
 
 import equinox as eqx
 import jax
@@ -12,7 +11,7 @@ import jax.tree_util as jtu
 import numpy as np
 import optax
 import pytest
-from helpers import assert_tells, over_devices, relative, scaler
+from helpers import assert_tells, over_devices, scaler
 from jax import export, lax
 from jax.sharding import PartitionSpec as P
 
@@ -67,7 +66,7 @@ def taken(loss, scaling, model, *batch, steps=3, transform=mpx.filter_value_and_
 
 
 def check_told(loss):
-    with pytest.warns(mpx.PrecisionWarning, match="exactly zero as a whole in 1 steps") as told:
+    with pytest.warns(mpx.PrecisionWarning, match="vanished as a whole in 1 steps") as told:
         _, scaling, finite, grads = taken(loss, mpx.DynamicLossScaling(), W, Y)
     told = [warning for warning in told if "divides by the root of" not in str(warning.message)]
     assert [warning.filename for warning in told] == [__file__]
@@ -165,7 +164,8 @@ def test_vanished_gradients_are_counted_everywhere():
 
     # With derivative scales, in both of its counts.
     derivatives = mpx.DerivativeScaling.per_direction("x", order=1)
-    scaling = mpx.Scaling(derivatives=derivatives)
+    # At larger scales, 0 · ∞ would be no number.
+    scaling = mpx.Scaling(mpx.DynamicLossScaling(max_loss_scaling=2**15), derivatives)
 
     def of_derivative(w, y, *, derivatives):
         u = lambda p: w[0] / 400 * p[0]
@@ -208,7 +208,7 @@ def test_it_is_told_in_a_training_loop_and_may_be_an_error(donate):
         for _ in range(10):
             state = step(*state)
 
-    with pytest.raises(mpx.PrecisionWarning, match="exactly zero as a whole"):
+    with pytest.raises(mpx.PrecisionWarning, match="vanished as a whole"):
         train(state)
 
 
@@ -220,7 +220,7 @@ def test_the_count_is_saved_restored_and_exported():
     eqx.tree_serialise_leaves(buffer, scaling)
     buffer.seek(0)
     mpx.scaling._watched.watch.forget()  # as in a new process
-    with pytest.warns(mpx.PrecisionWarning, match="exactly zero as a whole in 3 steps"):
+    with pytest.warns(mpx.PrecisionWarning, match="vanished as a whole in 3 steps"):
         restored = eqx.tree_deserialise_leaves(buffer, mpx.DynamicLossScaling())
     assert restored.vanished_steps == 3
     leaves, treedef = jtu.tree_flatten(mpx.DynamicLossScaling())
@@ -273,104 +273,3 @@ def test_a_loss_that_is_not_finite_makes_the_step_not_finite(name):
 def test_no_first_scale_is_found_for_a_loss_that_is_not_finite():
     with pytest.raises(ValueError, match="The loss itself is not finite"):
         mpx.initial_scaling(NOT_FINITE["constant"], mpx.DynamicLossScaling())(Y, Y)
-
-
-# --- small gradients -----------------------------------------------------------------------------
-
-
-def in_small_units(model, x, unit):
-    """Returns the loss of a regression whose values are multiples of `unit`."""
-    return jnp.mean((unit * jax.vmap(model)(x) - unit * jnp.sin(6 * x[:, 0])) ** 2)
-
-
-slow = partial(pytest.param, marks=pytest.mark.slow)
-NETWORK = eqx.nn.MLP(2, "scalar", 32, 2, jnp.sin, key=jax.random.key(0))
-POINTS = jax.random.uniform(jax.random.key(1), (256, 2))
-
-
-@eqx.filter_jit
-def small_step(model, x, unit, scaling, **options):
-    return mpx.filter_grad(in_small_units, scaling, **options)(model, x, unit)
-
-
-@pytest.mark.parametrize(
-    ("options", "unit", "close"),
-    [
-        ({"forward": "float32"}, 1e-5, 1e-3),
-        slow({"forward": "float32"}, 1e-7, 1e-3),
-        # Operands of forward products are rounded too.
-        slow({"autocast": True}, 1e-5, 6e-3),
-    ],
-)
-def test_the_scale_rises_to_a_small_gradient(options, unit, close):
-    want = eqx.filter_grad(in_small_units)(NETWORK, POINTS, unit)
-    scaling = mpx.DynamicLossScaling()
-    for _ in range(12):
-        scaling, finite, grads = small_step(NETWORK, POINTS, unit, scaling, **options)
-        assert finite
-    assert relative(grads, want) < close
-    # It stays, since another step would take the largest gradient beyond 1.
-    largest = max(float(jnp.max(jnp.abs(g))) for g in jax.tree.leaves(grads))
-    assert 2**-4 <= largest * float(scaling.loss_scaling) < 1
-    assert scaling.skipped_steps == scaling.counter - scaling.taken_steps == 0
-
-
-@pytest.mark.parametrize(
-    ("unit", "scaling", "scale"),
-    [
-        (1, mpx.DynamicLossScaling(), 2**15),
-        (0, mpx.DynamicLossScaling(), 2**15),
-        slow(1e-5, mpx.DynamicLossScaling(max_loss_scaling=2**20), 2**20),
-        slow(1e-5, mpx.StaticLossScaling(2**15), 2**15),
-    ],
-)
-def test_the_scale_rises_no_further_than_it_should(unit, scaling, scale):
-    for _ in range(6):
-        scaling, _, _ = small_step(NETWORK, POINTS, unit, scaling, forward="float32")
-    assert scaling.loss_scaling == scale
-
-
-@pytest.mark.slow
-def test_the_scale_of_a_loss_rises_beside_scales_of_derivatives():
-    def loss(model, x, *, derivatives=None):
-        terms = ["u_x", "u_yy"]
-        d = mpx.partials(model, terms, coords="xy", outputs="u", scaling=derivatives)
-        d = jax.vmap(d)(x)
-        return jnp.mean((1e-5 * (d["u_x"] + d["u_yy"] - 1)) ** 2)
-
-    scaling = mpx.Scaling(mpx.DynamicLossScaling(), mpx.DerivativeScaling.per_direction("xy"))
-    step = eqx.filter_jit(
-        lambda scaling, model, x: mpx.filter_grad(loss, scaling, forward="float32")(model, x)
-    )
-    for _ in range(8):
-        scaling, finite, grads = step(scaling, NETWORK, POINTS)
-        assert finite
-    assert scaling.loss.loss_scaling > 2**15
-    assert relative(grads, eqx.filter_grad(loss)(NETWORK, POINTS)) < 1e-3
-
-
-def test_a_gradient_that_is_far_smaller_than_its_cotangents_costs_few_steps():
-    def loss(w, x):  # the gradients of the two halves cancel but for 1e-7
-        return jnp.mean(1e3 * (x @ w) - (1e3 + 1e-4) * (x @ w))
-
-    w, x = jnp.ones(16), jnp.ones((64, 16))
-    scaling, skipped = mpx.DynamicLossScaling(), []
-    step = eqx.filter_jit(
-        lambda scaling, w, x: mpx.filter_grad(loss, scaling, forward="float32")(w, x)
-    )
-    for _ in range(12):
-        scaling, finite, _ = step(scaling, w, x)
-        skipped.append(not finite)
-    assert sum(skipped) <= 5
-    assert not any(skipped[-4:])
-
-
-@pytest.mark.slow
-def test_no_scale_rises_in_bfloat16_or_after_a_skip():
-    scaling = mpx.DynamicLossScaling()
-    with mpx.half_precision(jnp.bfloat16):
-        after, *_ = small_step(NETWORK, POINTS, 1e-5, scaling, forward="float32")
-    assert after.loss_scaling == 2**15
-    skipped = scaling.adjust(False)
-    after, *_ = small_step(NETWORK, POINTS, 1e-5, skipped, forward="float32")
-    assert after.loss_scaling == skipped.loss_scaling
