@@ -91,7 +91,8 @@ class Advice:
     **Attributes:**
 
     - `rows`: one row for each precision. float32 comes first (float64 for such parameters), then a
-        float32 forward pass with a half-precision backward pass, then half precision throughout.
+        float32 forward pass with a half-precision backward pass, then half precision throughout, by
+        casts and, for a loss that takes no `derivatives`, by `autocast`.
     - `choice`: the recommended row: among those whose loss and gradient are accurate to 1 %, the
         one that needs the least memory. It is float32 if no other row saves a tenth of float32's
         memory.
@@ -170,7 +171,8 @@ def advise(
     """Recommends a precision to train in, by trying several on the gradient of a loss.
 
     Compiles and evaluates the gradient in float32, with a float32 forward pass and a half-precision
-    backward pass, and in half precision throughout; the latter two in float16 and in bfloat16.
+    backward pass, and in half precision throughout; the latter two in float16 and in bfloat16. If
+    the loss takes no `derivatives`, as that of an operator, `autocast` in both is tried, too.
     Reports how much memory each needs and how large the errors of its loss and gradient are. Call
     it once, before training:
 
@@ -179,7 +181,7 @@ def advise(
     ```
 
     Each precision is compiled twice, for the batch and for half of it, and once more while the
-    scales of float16 are looked for. So it takes as long as compiling ten to fifteen gradients:
+    scales of float16 are looked for. So it takes as long as compiling ten to twenty gradients:
     about twenty seconds of one core for a network of four layers with second derivatives.
 
     **Arguments:**
@@ -207,7 +209,14 @@ def advise(
     overrides = {"keep_full": keep_full, "autocast": autocast}
     overrides = {name: option for name, option in overrides.items() if option is not False}
     parameter = inspect.signature(func).parameters.get("derivatives")
-    alone = scaling is None and parameter is not None and parameter.default is parameter.empty
+    takes = parameter is not None and parameter.default in (None, parameter.empty)
+    alone = scaling is None and takes
+    ways = [
+        ("forward float32, backward {}", {"forward": "float32"}),
+        ("{} throughout", overrides),
+    ]
+    if parameter is None and "autocast" not in overrides:
+        ways.append(("{} throughout, autocast", {**overrides, "autocast": True}))
 
     def advice(*args: Any, **kwargs: Any) -> Advice:
         with named("advise"):
@@ -219,7 +228,7 @@ def advise(
             task = func, start, has_aux
             closed_over, coords = _traced(task, args, kwargs)
             begin = _start(scaling, alone, coords)
-            return _advice(task, overrides, args, kwargs, begin, closed_over)
+            return _advice(task, ways, args, kwargs, begin, closed_over)
 
     return advice
 
@@ -253,16 +262,16 @@ def _start(scaling: AbstractLossScaling | None, alone: bool, coords: list[str]) 
 
 def _advice(
     task: tuple,
-    overrides: dict[str, Any],
+    ways: list[tuple[str, dict[str, Any]]],
     args: tuple,
     kwargs: dict,
     start: str,
     closed_over: tuple[str, ...],
 ) -> Advice:
     """Tries the precisions on `task`, which is a loss, its scaling, and whether it has auxiliary
-    output. The options `overrides` apply to half precision throughout. `start` is the line of code
-    that builds the scaling."""
-    _say("advise: compiles and runs the gradient in five precisions", "\n")
+    output. `ways` are names and options of half precision, and `start` is the line of code that
+    builds the scaling."""
+    _say(f"advise: compiles and runs the gradient in {1 + 2 * len(ways)} precisions", "\n")
     wide, reference = None, jnp.zeros((), float).dtype.name
     if reference == "float64":
         positional, keyword = in_float64((args, kwargs))
@@ -271,10 +280,10 @@ def _advice(
     name = "float64" if "float64" in dtypes else "float32"
     first, wide, width = _measured(name, _FULL, task, args, kwargs, wide)
     rows, trial = [first], (task, args, kwargs, wide)
-    ways = {"forward float32, backward {}": {"forward": "float32"}, "{} throughout": overrides}
-    for (name, options), half in itertools.product(ways.items(), ("float16", "bfloat16")):
-        policy = f"params=float32,compute={half},output=float32"
-        rows.append(_advised(name.format(half), {"policy": policy, **options}, *trial))
+    for (name, options), half in itertools.product(ways, ("float16", "bfloat16")):
+        policy, name = f"params=float32,compute={half},output=float32", name.format(half)
+        if all(row.name != name for row in rows):  # it is one if casts failed
+            rows.append(_advised(name, {"policy": policy, **options}, *trial))
     _say("")
     good = [r for r in rows if r.finite and max(r.error, r.value_error, r.vanished) <= _TOLERANCE]
     least = min(good, key=lambda row: row.memory, default=rows[0])

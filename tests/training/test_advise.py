@@ -28,7 +28,7 @@ def advice():
 
 
 NAMES = ["float32", *(f"forward float32, backward {half}" for half in HALVES)]
-NAMES += [f"{half} throughout" for half in HALVES]
+NAMES += [f"{half} throughout{by}" for by in ("", ", autocast") for half in HALVES]
 
 
 @pytest.mark.slow
@@ -42,7 +42,7 @@ def test_it_tells_the_error_of_each_gradient(advice):
         assert row.error == pytest.approx(relative(grads, want), rel=0.02, abs=1e-6)
         assert (row.finite, row.failed) == (True, None)
     half = [row.half_share for row in advice.rows]
-    assert 0 == half[0] < half[1] == half[2] < half[3] == half[4] == 1
+    assert 0 == half[0] < half[1] == half[2] < half[3] == half[4] == half[5] == half[6] == 1
     errors = [row.error for row in advice.rows]
     assert 0 == errors[0] < errors[1] < errors[2] < errors[4]
     assert errors[3] < errors[4]
@@ -155,7 +155,7 @@ def test_what_a_cast_cannot_have_runs_by_autocast():
 
     w = {"f": jnp.ones(9), "m": jnp.ones((16, 4))}
     advice = mpx.advise(loss)(w, jax.random.normal(jax.random.key(0), (4, 16)))
-    assert [row.name for row in advice.rows[3:]] == [f"{n}, autocast" for n in NAMES[3:]]
+    assert [row.name for row in advice.rows[3:]] == NAMES[5:]
     assert all(row.error < 0.02 for row in advice.rows)
 
     def raises(w, x):
@@ -164,7 +164,7 @@ def test_what_a_cast_cannot_have_runs_by_autocast():
         return loss(w, x)
 
     half = mpx.advise(raises)(w, jnp.ones((4, 16)))
-    assert "autocast" in half.rows[3].name
+    assert [row.name for row in half.rows[3:]] == NAMES[5:]
 
 
 @pytest.mark.slow
@@ -189,7 +189,8 @@ def test_the_advice_is_code_to_paste_and_tells_what_it_does(capfd):
 
     wide, x = network(256), jax.random.normal(jax.random.key(1), (512, 3))
     advice = mpx.advise(loss)(wide, x)
-    assert "five precisions" in capfd.readouterr().err
+    assert len(advice.rows) == 5  # autocast is for operators
+    assert "5 precisions" in capfd.readouterr().err
     assert "partial" not in str(advice)
     # A CPU may save nothing; then the mode for a GPU is told beside float32.
     assert bool(advice.call_on_gpu) == (advice.choice is advice.rows[0])
@@ -206,3 +207,13 @@ def test_the_advice_is_code_to_paste_and_tells_what_it_does(capfd):
         assert relative(grads, want) < 0.01
     # float16 is the default, so no policy is written for it.
     assert ("policy" in written) == ("bfloat16" in written)
+
+
+@pytest.mark.slow
+def test_a_loss_that_may_take_derivatives_is_advised_to_scale_them():
+    def loss(model, x, *, derivatives=None):
+        terms = mpx.partials(model, ["u_xx"], coords="xyz", outputs="u", scaling=derivatives)
+        return jnp.mean(jax.vmap(terms)(x)["u_xx"] ** 2)
+
+    advice = mpx.advise(loss)(network(), X)
+    assert 'per_direction("xyz")' in (advice.call_on_gpu or advice.call)
