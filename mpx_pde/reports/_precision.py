@@ -95,18 +95,21 @@ class PrecisionReport:
             return "no products"
         total = max(1, self.flops)
 
-        def cells(dtype: str, out_dtype: str, count: int, flops: int, at: str) -> tuple[str, ...]:
-            return dtype, out_dtype, str(count), f"{flops:.2e}", f"{100 * flops / total:.0f}%", at
+        passes = any(row.backward for row in self.rows)
 
-        rows: list[tuple[str, ...]] = [
-            ("multiplied in", "result", "products", "flops", "work", "at")
-        ]
+        def cells(dtype: str, out: str, count: Any, flops: int, direction: str, at: str) -> tuple:
+            work = f"{flops:.2e}", f"{100 * flops / total:.0f}%"
+            return (dtype, out, str(count), *work, *([direction] if passes else []), at)
+
+        head = ("multiplied in", "result", "products", "flops", "work")
+        rows = [(*head, *(["pass"] if passes else []), "at")]
         for row in self.rows[:_FEW]:
             dtype = row.dtype + _MARK * row.tensorfloat32
             where = row.line + f" in {INSIDE}" * row.inside
-            rows.append(cells(dtype, row.out_dtype, row.count, row.flops, where))
-        rows += [cells(dtype, "", *work, "in total") for dtype, work in self.by_dtype().items()]
-        lines = table(rows, left=(0, 1, 5))
+            direction = "backward" if row.backward else "forward"
+            rows.append(cells(dtype, row.out_dtype, row.count, row.flops, direction, where))
+        rows += [cells(dtype, "", *work, "", "in total") for dtype, work in self.by_dtype().items()]
+        lines = table(rows, left=(0, 1, 5, 6))
         if len(self.rows) > _FEW:
             lines.insert(1 + _FEW, f"and {len(self.rows) - _FEW} more")
         if self.kept_in_half:
