@@ -60,7 +60,24 @@ def nnx_module_model(key):
     return nnx.Sequential(first, jnp.tanh, last), lambda model, x: model(x)
 
 
-MODELS = {"NamedTuple": tuple_model, "flax.linen": linen_model, "flax.nnx": nnx_module_model}
+def shared_model(key):
+    """An autoencoder whose decoder has the weights of its encoder."""
+    into, out = eqx.nn.Linear(2, 8, key=key), eqx.nn.Linear(8, 2, key=key)
+    model = eqx.nn.Shared((into, out), lambda m: m[1].weight, lambda m: m[0].weight.T)
+
+    def apply(model, x):
+        into, out = model()
+        return jax.vmap(lambda x: out(jnp.tanh(into(x))))(x)
+
+    return model, apply
+
+
+MODELS = {
+    "NamedTuple": tuple_model,
+    "flax.linen": linen_model,
+    "flax.nnx": nnx_module_model,
+    "eqx.nn.Shared": shared_model,
+}
 
 
 @pytest.mark.slow
