@@ -181,6 +181,30 @@ def test_factors_are_those_of_the_forward_pass(factor, result):
         assert relative(grads, want) < 2.0**-3, seed  # the derivative is steep
 
 
+def test_a_rule_of_two_arrays_that_fit_no_other_function():
+    """Such a function is compared with `jnp.logaddexp`, which takes no such shapes."""
+
+    @jax.custom_jvp
+    def series(coefficients, x):
+        return jnp.polyval(coefficients, x)
+
+    @series.defjvp
+    def _(primals, tangents):
+        coefficients, x = primals
+        slope = jnp.polyval(jnp.polyder(coefficients), x) * tangents[1]
+        return series(*primals), slope + jnp.polyval(tangents[0], x)
+
+    def u(p):
+        return jnp.sum(series(jnp.arange(5.0) * p[0], jnp.linspace(0, 1, 8) * p[1]))
+
+    p = jnp.array([0.7, 0.5])
+    found = mpx.partials(u, ["u_x", "u_xx", "u_xy"], coords="xy", outputs="u")(p)
+    hessian = jax.jacfwd(jax.jacfwd(u))(p)
+    want = {"u_x": jax.jacfwd(u)(p)[0], "u_xx": hessian[0, 0], "u_xy": hessian[0, 1]}
+    for name, x in want.items():
+        np.testing.assert_allclose(found[name], x, rtol=1e-5, atol=1e-6)
+
+
 def test_what_a_rule_of_the_users_keeps_is_an_array_of_jax():
     """JAX's `odeint` reads its times, which are constants, at a traced index."""
     from jax.experimental.ode import odeint
