@@ -255,8 +255,9 @@ class DynamicLossScaling(_ByArray):
         - `counter`: finite steps counted so far, for restoring; by default none.
         - `max_loss_scaling`: the largest scale. By default it is the largest power of two in the
             range of the type that the loss is computed in: 2^15 for float16, and 2^126 for bfloat16
-            and for a forward pass in full precision. A value above 2^15 keeps the gradient of a
-            small loss, or of a mean over very many points, within float16.
+            and for a forward pass in full precision. Only the rise at the start of a training goes
+            beyond this default. A value above 2^15 keeps the gradient of a small loss, or of a mean
+            over very many points, within float16.
 
         **Raises:** `ValueError` for a scale that is not positive, finite and scalar or lies outside
         of its bounds, a `factor` that is not a power of two above 1, a `period` below 1, or a
