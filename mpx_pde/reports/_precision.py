@@ -95,20 +95,21 @@ class PrecisionReport:
             return "no products"
         total = max(1, self.flops)
 
-        passes = any(row.backward for row in self.rows)
-
-        def cells(dtype: str, out: str, count: Any, flops: int, direction: str, at: str) -> tuple:
+        def cells(dtype: str, out: str, count: int, flops: int, *place: str) -> tuple[str, ...]:
             work = f"{flops:.2e}", f"{100 * flops / total:.0f}%"
-            return (dtype, out, str(count), *work, *([direction] if passes else []), at)
+            return dtype, out, str(count), *work, *place
 
-        head = ("multiplied in", "result", "products", "flops", "work")
-        rows = [(*head, *(["pass"] if passes else []), "at")]
+        rows: list[tuple[str, ...]] = [
+            ("multiplied in", "result", "products", "flops", "work", "pass", "at")
+        ]
         for row in self.rows[:_FEW]:
             dtype = row.dtype + _MARK * row.tensorfloat32
             where = row.line + f" in {INSIDE}" * row.inside
             direction = "backward" if row.backward else "forward"
             rows.append(cells(dtype, row.out_dtype, row.count, row.flops, direction, where))
         rows += [cells(dtype, "", *work, "", "in total") for dtype, work in self.by_dtype().items()]
+        if not any(row.backward for row in self.rows):
+            rows = [(*row[:5], row[6]) for row in rows]
         lines = table(rows, left=(0, 1, 5, 6))
         if len(self.rows) > _FEW:
             lines.insert(1 + _FEW, f"and {len(self.rows) - _FEW} more")

@@ -25,7 +25,7 @@ from .._util._varying import mark_varying, size_of_axis
 from ..modes._choice import mode_at, mode_of
 from ..modes._mode import AbstractMode
 from ..precision._cast import widen
-from ..precision._dtypes import check_bool, is_half, largest_scale
+from ..precision._dtypes import check_bool, largest_scale
 from ..precision._forward import forward_in
 from ..precision._tree import all_finite, all_zero
 from ..program._shown import shown
@@ -34,6 +34,7 @@ from ..reports._diagnosis import diagnose, warn_of_unscaled
 from ..scaling._derivatives import (
     Scaling,
     check_takes_derivatives,
+    loss_scaling_of,
     needs_derivatives,
     sum_counts,
 )
@@ -329,7 +330,7 @@ class Gradient(eqx.Module):
             adjusted = self.scaling.adjust(found.finite, *seen)
         vanished, small = found.zero & found.some, found.small
         if small is not None:
-            if is_half(evaluated.dtype):  # the loss may be zero for being small, too
+            if evaluated.dtype == jnp.float16:  # the loss may be zero for being small, too
                 vanished = vanished | (small & ~found.zero)
             small = small & found.some & evaluated.depends
         vanished = usable & vanished & (self.mode.in_half and evaluated.depends)
@@ -402,13 +403,13 @@ class Transformed(eqx.Module):
 
     @property
     def scales_its_loss(self) -> bool:
-        scaling = getattr(self.gradient.scaling, "loss", self.gradient.scaling)
+        scaling = loss_scaling_of(self.gradient.scaling)
         return self.is_mixed_precision and not isinstance(scaling, NoOpLossScaling)
 
     @property
     def room_of_scale(self) -> int | None:
         """Returns by how many powers of two the loss scale can fall; `None` if it has no bound."""
-        scaling = getattr(self.gradient.scaling, "loss", self.gradient.scaling)
+        scaling = loss_scaling_of(self.gradient.scaling)
         if not isinstance(scaling, DynamicLossScaling):
             return None
         highest = float(np.max(np.asarray(scaling.loss_scaling)))
