@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import special
 
+from mpx_pde._util._in_jax import IN_JAX
 from mpx_pde.program._jaxpr import bodies_of, own_bind
 from mpx_pde.program._rebind import carried_by
 from mpx_pde.program._tables import CALLS, CHECKPOINTS, CUSTOM
@@ -79,6 +80,14 @@ def _reduce(ufunc):
     return reduced
 
 
+def _split(x, *, sizes, axis):
+    return np.split(x, np.cumsum(sizes)[:-1], axis)
+
+
+def _unstack(x, *, axis, **_):
+    return list(np.moveaxis(x, axis, 0))
+
+
 def _plain(function):
     return lambda *args, **_: function(*args)
 
@@ -107,6 +116,9 @@ _PLAIN = {
     "pow": np.power,
     "and": np.bitwise_and,
     "or": np.bitwise_or,
+    "not": np.bitwise_not,
+    "rem": np.fmod,
+    "conj": np.conj,
     "select_n": _select,
 }
 
@@ -127,12 +139,23 @@ _RULES = {
     "reduce_sum": _reduce(np.add),
     "reduce_max": _reduce(np.maximum),
     "reduce_min": _reduce(np.minimum),
+    "reduce_and": _reduce(np.bitwise_and),
+    "reduce_or": _reduce(np.bitwise_or),
+    "argmax": lambda x, *, axes, **_: np.argmax(x, *axes),
+    "argmin": lambda x, *, axes, **_: np.argmin(x, *axes),
     "iota": lambda *, dtype, shape, dimension, **_: np.broadcast_to(
         np.expand_dims(np.arange(shape[dimension]), [*range(1, len(shape) - dimension)]), shape
     ),
 }
 
-_FLOATS = {"div", "pow", "integer_pow"}
+# Rules with several results.
+_LISTS = {
+    "split": _split,
+    "unstack": _unstack,
+    "optimization_barrier": lambda *xs, **_: list(xs),
+}
+
+_FLOATS = {"div", "pow", "integer_pow", "rem"}
 """Primitives whose rules are for floating-point and complex numbers only, not for integers."""
 
 _CALLS = CALLS | CUSTOM | CHECKPOINTS
@@ -187,6 +210,10 @@ def _apply(eqn, args, rounding):
     if name in _RULES and plain and (name not in _FLOATS or args[0].dtype.kind in "fcV"):
         x = np.asarray(_RULES[name](*args, **params))
         return [x.astype(eqn.outvars[0].aval.dtype, copy=False)]
+    if name in _LISTS and plain:
+        return _LISTS[name](*args, **params)
+    if eqn.primitive in IN_JAX and plain:
+        return evaluate(jax.make_jaxpr(ft.partial(IN_JAX[eqn.primitive], **params))(*args), args)
     if name in _CALLS:
         return _run(bodies_of(eqn)[0], args, rounding)
     if name == "scan" and params["length"]:
@@ -208,7 +235,7 @@ def _apply(eqn, args, rounding):
 
 
 def _held_by_jax(x):
-    return jnp.asarray(x) if isinstance(x, np.ndarray) else x
+    return jax.device_put(x) if isinstance(x, np.ndarray) else x
 
 
 def _scan(eqn, args, rounding):

@@ -56,6 +56,12 @@ with jaxtyping.install_import_hook(_modules, "beartype.beartype"):
     import mpx_pde as mpx
 
 
+# JAX's caches hold millions of objects that live on. Looking through all of them again and again
+# takes a sixth of the suite's time, so it is left to the hook at the end of this file.
+gc.freeze()
+gc.set_threshold(*gc.get_threshold()[:2], 1_000_000)
+
+
 @pytest.fixture
 def unchecked_annotations():
     """Turns the hook off for wrong arguments, which it would reject before the package does."""
@@ -85,7 +91,7 @@ def no_count_of_another_test():
     mpx.scaling._watched.watch.forget()
 
 
-_ROOM = 3 * 2**29
+_ROOM = 3 * 2**30
 """Bytes of memory by which a process may grow before it drops its compiled programs."""
 
 _largest = pytest.StashKey[int]()
