@@ -83,7 +83,7 @@ class Case:
         weights = self.program.weights
         if half and "gradient" not in o:  # cast before the library is called
             weights = [np.float64(np.asarray(x).astype(jnp.dtype(half))) for x in weights]
-        cast = lambda x: jnp.asarray(np.asarray(x), dtype)
+        cast = lambda x: jax.device_put(np.asarray(x, dtype))
         return [cast(x) for x in weights], [cast(x) for x in self.program.inputs.values()]
 
 

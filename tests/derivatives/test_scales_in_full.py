@@ -58,6 +58,7 @@ def test_a_scale_of_drawn_directions_changes_no_value(operator, samples):
     assert relative(got, want[1]) < 2e-3  # float16 rounds to 5e-4, twice
 
 
+@pytest.mark.slow
 def test_a_scaling_of_terms_without_derivatives():
     """Values alone have no streams, and no scales."""
 
@@ -78,6 +79,7 @@ def normed(params, p):
     return jnp.sum((h - jnp.mean(h)) / jnp.sqrt(jnp.var(h) + 1e-5) * params[2])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is done in half")  # a small network gains nothing
 def test_operators_with_scales_on_a_norm():
     """The rule for the derivative of a variance takes the factors of the operator, too."""

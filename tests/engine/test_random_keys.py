@@ -62,7 +62,15 @@ def loss(network, w, x):
 
 
 @pytest.mark.filterwarnings("ignore::mpx_pde.PrecisionWarning")  # small networks gain nothing
-@pytest.mark.parametrize("options", [{"forward": "float32"}, {"autocast": True}, {}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"forward": "float32"},
+        pytest.param({"autocast": True}, marks=pytest.mark.slow),
+        pytest.param({}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_loss_may_close_over_a_key(name, options):
     fun = lambda w, x: loss(NETWORKS[name], w, x)

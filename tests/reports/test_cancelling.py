@@ -72,7 +72,7 @@ def error(loss, arguments, **options):
     return max(size(x - y) / size(y) for x, y in pairs)
 
 
-@pytest.mark.parametrize("half", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("half", [pytest.param(jnp.float16, marks=pytest.mark.slow), jnp.bfloat16])
 @pytest.mark.parametrize("name", CASES)
 def test_data_that_cancel_are_told_with_their_line(name, half):
     loss, parameters, options = CASES[name]
@@ -92,7 +92,8 @@ def test_data_that_cancel_are_told_with_their_line(name, half):
     assert_tells(str(report), "loses digits", f"`{row.primitive}`", row.rounded)
 
 
-@pytest.mark.parametrize("half", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("half", [jnp.bfloat16, jnp.float16])
 def test_data_around_zero_and_a_forward_pass_in_full_are_not_told(half):
     cases = [
         *((loss, (parameters, NEAR), options) for loss, parameters, options in CASES.values()),

@@ -63,7 +63,7 @@ def test_gram_matrices_are_multiplied_as_asked(precision, error):
 
 
 @pytest.mark.parametrize("solver", [None, "Cholesky", "QR"])
-@pytest.mark.parametrize("precision", ["float32", "float64"])
+@pytest.mark.parametrize("precision", ["float32", pytest.param("float64", marks=pytest.mark.slow)])
 def test_the_factorization_solves(precision, solver):
     """Compares with NumPy in float64, at singular values from 1 to 1e-3 and a damping of 1e-6, with
     one block and with four."""

@@ -44,7 +44,14 @@ def test_value_and_slope_are_of_one_scaled_evaluation():
     assert tiny(new, POINTS) < value
 
 
-@pytest.mark.parametrize("where", ["in the loss", "of what is returned", "of a closure"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "in the loss",
+        pytest.param("of what is returned", marks=pytest.mark.slow),
+        pytest.param("of a closure", marks=pytest.mark.slow),
+    ],
+)
 def test_a_mean_over_devices_is_that_of_one(where):
     model = mpx.nn.CoordinateMLP(1, 1, 8, 1, key=jax.random.key(0))
     params, static = eqx.partition(model, eqx.is_inexact_array)
