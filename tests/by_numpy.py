@@ -213,7 +213,8 @@ def _apply(eqn, args, rounding):
     if name in _LISTS and plain:
         return _LISTS[name](*args, **params)
     if eqn.primitive in IN_JAX and plain:
-        return evaluate(jax.make_jaxpr(ft.partial(IN_JAX[eqn.primitive], **params))(*args), args)
+        own = ft.partial(IN_JAX[eqn.primitive], **params)
+        return _run(jax.make_jaxpr(own)(*args), args, rounding)
     if name in _CALLS:
         return _run(bodies_of(eqn)[0], args, rounding)
     if name == "scan" and params["length"]:

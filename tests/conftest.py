@@ -57,7 +57,7 @@ with jaxtyping.install_import_hook(_modules, "beartype.beartype"):
 
 
 # JAX's caches hold millions of objects that live on. Looking through all of them again and again
-# takes a sixth of the suite's time, so it is left to the hook at the end of this file.
+# takes a sixth of the slow tests' time, so it is left to the hook at the end of this file.
 gc.freeze()
 gc.set_threshold(*gc.get_threshold()[:2], 1_000_000)
 

@@ -13,7 +13,6 @@ statements and operations, also of derivatives, are multiplied by 1 ± one round
 import argparse
 import dataclasses
 import functools as ft
-import gc
 import os
 import re
 import sys
@@ -388,7 +387,6 @@ def run(names, seed, *, seconds=None, count=None, start=0, shrink=True, say=prin
         k += 1
         if k % 100 == 0:
             jax.clear_caches()
-            gc.collect()
             say(f"after {time.monotonic() - begin:.0f} s\n{table(counts, worst)}\n", flush=True)
     return counts, worst, failures
 
@@ -411,8 +409,6 @@ def main():
     parser.add_argument("--mode", nargs="+", choices=list(MODES), default=list(MODES))
     parser.add_argument("--no-shrink", action="store_true")
     args = parser.parse_args()
-    # JAX's caches live on, and looking through them takes long; `run` collects with them.
-    gc.set_threshold(*gc.get_threshold()[:2], 1_000_000)
     if args.seconds is None and args.count is None:
         args.seconds = 60.0
     given = {"seconds": args.seconds, "count": args.count, "start": args.start}

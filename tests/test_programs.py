@@ -35,9 +35,9 @@ def test_programs(name, k):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(MODES))
-def test_larger_programs(name):
-    """`.ci/run` draws more."""
-    judged(name, 1, 0)
+def test_many_programs(name):
+    for k in range(3):
+        judged(name, 1, k)
 
 
 def of_point(*lines, weights=(), q=(0.3, -0.4, 0.5)):
