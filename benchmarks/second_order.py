@@ -8,6 +8,7 @@ The recipe is that of `python -m examples.problems run NAME --recipe deep`, whic
     python -m benchmarks second_order --time 8          # times eight steps of each on a GPU
     python -m benchmarks second_order --time 3 --dual   # the same with a million parameters
     python -m benchmarks second_order --methods 6   # primal or dual, by size
+    python -m benchmarks second_order --widths 4    # the dual step by width and precision
     python -m benchmarks second_order --narrow 60   # dual steps with narrow matrices
     python -m benchmarks second_order --dampings 60 # many dampings on one factorization
     python -m benchmarks second_order --draws 60    # points that stay, or are drawn anew
@@ -49,6 +50,7 @@ COMPILED = ("float64", "float32", *(f"float64-{j}" for j in ("float32", "bfloat1
 WIDTH, POINTS = 99, 32_768  # 20,197 parameters
 IN_DUAL = ("float64", *(f"float64-{j}" for j in ("bfloat16", "float32", "bfloat16_x3")))
 DUAL_WIDTH, DUAL_POINTS = 706, 16_384  # 1,001,815 parameters
+NARROW = ("float64", "float32", "bfloat16", "float16")
 
 
 class _Untold(mpx.LevenbergMarquardt):
@@ -205,9 +207,29 @@ def _step_of(options: Any, problem: Heat, model: Any, batches: Any, rounds: int)
     return least, count, memory.temp_size_in_bytes
 
 
+# --- Which Jacobian is faster ---------------------------------------------------------------
+
+WIDTHS, ROWS = (32, 64, 128, 224), 500
+"""Widths of three hidden layers for Poisson's equation in three dimensions, and its points."""
+
+
+def by_width(report: Report, rounds: int, quick: bool) -> None:
+    """Measures processor seconds of dual steps by the precision of the Jacobian."""
+    widths = WIDTHS[: 1 if quick else None]
+    keys = [{"width": w, "jacobian": j} for w, j in itertools.product(widths, NARROW)]
+    for key in report.missing("widths", keys):
+        with jax.enable_x64(True):
+            problem = Heat(3, key["width"], 3, ROWS)
+            model, batches = problem.network(jax.random.key(0)), problem.batches(jax.random.key(0))
+            options = {"method": "dual", "jacobian": key["jacobian"]}
+            seconds, count, memory = _step_of(options, problem, model, batches, rounds)
+        told = {"seconds": seconds, "parameters": count, "bytes": memory}
+        report.record("widths", **key, rows=ROWS, **told)
+
+
 # --- Narrow matrices ------------------------------------------------------------------------
 
-NARROW, REDRAW = ("float64", "float32", "bfloat16", "float16"), 5
+REDRAW = 5
 
 
 def narrow(report: Report, steps: int, seeds: list[int], names: list[str]) -> None:
@@ -390,6 +412,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--time", type=int, help="time so many steps of a wide network")
     parser.add_argument("--race", type=int, help="CPU seconds of each method and rival")
     parser.add_argument("--methods", type=int, help="time so many steps by method and size")
+    parser.add_argument("--widths", type=int, help="time so many dual steps by width and precision")
     parser.add_argument("--narrow", type=int, help="so many dual steps with narrow matrices")
     parser.add_argument("--wide", type=int, help="seconds for a wide network of Burgers' equation")
     parser.add_argument(
@@ -418,6 +441,12 @@ def run(report: Report, args: argparse.Namespace) -> None:
         if args.resume:
             report.resume("methods")
         compare(report, args.methods, args.quick)
+        return
+    if args.widths:
+        report.name = "second_order-widths"
+        if args.resume:
+            report.resume("widths")
+        by_width(report, args.widths, args.quick)
         return
     for name, trains in {"narrow": narrow, "draws": drawn, "dampings": tried}.items():
         if steps := getattr(args, name):

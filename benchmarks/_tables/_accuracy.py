@@ -351,6 +351,30 @@ second_order_methods = Table(
     "Processor time of a float64 step, the fewest of several, one thread.",
 )
 
+
+def _by_width(data: Result) -> Iterator[Record]:
+    """Yields dual steps beside that with a float64 Jacobian."""
+    for width, rows in groups(data["widths"], "width").items():
+        full = next(row["seconds"] for row in rows if row["jacobian"] == "float64")
+        for row in rows:
+            size = f"{width}: {row['parameters']:,}, {row['rows']:,}"
+            yield {**row, "size": size, "matrix": f"`{row['jacobian']}`", "full": full}
+
+
+second_order_widths = Table(
+    "second_order-widths",
+    _by_width,
+    """
+    width: parameters, residuals  {size}
+    `jacobian=`                   {matrix}
+    s                             {seconds:.2f}
+    relative to float64           {seconds/full:.2f}
+    memory, MB                    {bytes:MB.0f}
+    """,
+    "Processor time of a dual step with a float64 residual, the fewest of several. Poisson's "
+    "equation in three dimensions, three hidden layers.",
+)
+
 # --- Neural operators ------------------------------------------------------------------------
 
 OPERATORS = {"darcy": "Darcy", "navier_stokes": "Navier–Stokes"}

@@ -14,7 +14,16 @@ from jaxtyping import Array, Float, Int32
 
 from ..precision._tree import select_tree
 from ._choice import leading_in_dual
-from ._gram import PATIENCE, WIDE, Lower, Reflector, in_two_blocks, product_of_rows
+from ._gram import (
+    PATIENCE,
+    WIDE,
+    Lower,
+    Reflector,
+    first_leading,
+    in_two_blocks,
+    product_of_rows,
+)
+from ._outer import FactoredRows, Factors, gram
 from ._residuals import Linearized
 from ._search import CLOSE, Solve
 
@@ -221,6 +230,17 @@ def _spanned(power: Callable[[Array], Array], before: Reflector) -> Reflector:
     return select_tree(jnp.all(jnp.isfinite(new.t)), new, before)
 
 
+def _by_factors(factored: FactoredRows, blocks: Any, strips: int, before: Reflector) -> Kernel:
+    """Sums `J Jᵀ` in float64, where no directions are leading, by the factors of gradients."""
+    none = first_leading(factored.whole, 0, "float64")
+    whole = Rows(lambda block: factored(block)[0], blocks, strips, "float64").kernel(none)
+    factors = lax.map(lambda block: factored(block)[1], blocks)
+    in_line = lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, x.shape[-1])
+    factors = [Factors(*map(in_line, pair)) for pair in factors]
+    squares = factored.in_line(whole.squares, [pair.squares() for pair in factors])
+    return Kernel(whole.rest + gram(factors), whole.along, squares, before)
+
+
 class Blocks(eqx.Module):
     """`J Jᵀ`, turned by `leading` so that the span of `J V` comes first. Its first block, `core`,
     contains `J V Vᵀ Jᵀ`, and the others are as small as what the leading directions leave."""
@@ -283,9 +303,15 @@ class Dual:
         directions = leading.y.shape[1]
         wide = dtypes.canonicalize_dtype("float64")
         before = leading.first(leading_in_dual(directions, rows), wide)
-        blocks, strips = cut(rows, columns, at.longest, jacobian)
+        factored = None
+        if jacobian == "float64":
+            factored = FactoredRows.of(at.gradients(), at.examples, at.shapes)
+        blocks, strips = cut(rows, factored.entries if factored else columns, at.longest, jacobian)
         compute, stacked = at.rows(blocks, "float64" if jacobian == "float64" else "float32")
-        sums = Rows(compute, stacked, strips, jacobian).kernel(before)
+        if factored:
+            sums = _by_factors(factored, stacked, strips, before)
+        else:
+            sums = Rows(compute, stacked, strips, jacobian).kernel(before)
         order = at.order(blocks)
         return cls(at, sums, Blocks.of(sums), directions, order, solver, refinements)
 

@@ -102,11 +102,13 @@ class LevenbergMarquardt(eqx.Module):
     first, and the rest has a Gram matrix of its own. The state updates the directions at each step.
 
     The *dual* method, for more parameters than residuals, factorizes `J Jᵀ + damping` instead,
-    because `v = -Jᵀ (J Jᵀ + damping)⁻¹ r`. With a float64 Jacobian its rows are in float64. With a
-    narrower one they are in float32, their parts along up to 128 tracked directions stay in it, and
-    what these leave is rounded to the precision of the Jacobian for its products. So a half
-    precision matrix needs hardly more conjugate gradients than a float32 one. `J` is held a block
-    of rows at a time.
+    because `v = -Jᵀ (J Jᵀ + damping)⁻¹ r`. With a float64 Jacobian its rows are in float64. The
+    gradient of a weight matrix of `m × n` entries is a sum of `s` outer products, of one for each
+    derivative that passes through its layer. Where `s² (m + n) < m n`, products of rows are taken
+    by these factors, and this part of `J` is not formed. With a narrower Jacobian the rows are in
+    float32, their parts along up to 128 tracked directions stay in it, and what these leave is
+    rounded to the precision of the Jacobian for its products. So a half precision matrix needs
+    hardly more conjugate gradients than a float32 one. `J` is held a block of rows at a time.
 
     The *low-rank* method holds no matrix of parameters² or residuals² entries. It runs conjugate
     gradients with a Nyström approximation of `Jᵀ J` from 64 tracked directions as preconditioner.

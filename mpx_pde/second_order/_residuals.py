@@ -70,12 +70,11 @@ class Residuals(eqx.Module):
             out.append(jnp.ravel(r.astype(self.dtype)) * (1 / math.sqrt(length)))
         return jnp.concatenate(out)
 
-    def shapes(self, params: PyTree, static: PyTree, batches: tuple) -> list[jax.ShapeDtypeStruct]:
+    def shapes(self, params: PyTree, static: PyTree, examples: list) -> list[jax.ShapeDtypeStruct]:
         """Returns the shape and the dtype that each residual has at one example."""
-        first = lambda batch: jtu.tree_map(lambda x: jnp.asarray(x)[0], batch)
         return [
-            jax.eval_shape(ft.partial(self._residual, fun, params, static), first(batch))
-            for fun, batch in zip(self.functions, batches, strict=True)
+            jax.eval_shape(ft.partial(self._residual, fun, params, static), x)
+            for fun, x in zip(self.functions, examples, strict=True)
         ]
 
     def blocks(self, batches: tuple, sizes: list[int], count: int) -> tuple[tuple, tuple, tuple]:
@@ -237,18 +236,36 @@ class Linearized:
         return rows, of.blocks(self.batches, self.sizes, count)
 
     @ft.cached_property
-    def _shapes(self) -> list[jax.ShapeDtypeStruct]:
-        return self.residuals.shapes(self.params, self.static, self.batches)
+    def examples(self) -> list[PyTree]:
+        """Returns the shapes and the dtypes of one example of each residual."""
+        first = lambda batch: jtu.tree_map(lambda x: jnp.asarray(x)[0], batch)
+        return [jax.eval_shape(first, batch) for batch in self.batches]
+
+    def gradients(self) -> list[Callable[[Any, Array], list[Array]]]:
+        """Returns for each residual the function of an example and a cotangent that pulls the
+        cotangent back to the arrays of the parameters."""
+
+        def of(fun, x, cotangent):
+            with jax.default_matmul_precision("highest"):
+                _, pull = self.residuals._pulled(fun, self.params, self.static, x)
+                return jtu.tree_leaves(pull(cotangent))
+
+        return [ft.partial(of, fun) for fun in self.residuals.functions]
+
+    @ft.cached_property
+    def shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """Returns the shape and the dtype of each residual at one example."""
+        return self.residuals.shapes(self.params, self.static, self.examples)
 
     @property
     def sizes(self) -> list[int]:
         """Returns the number of entries that each residual has at one example."""
-        return [x.size for x in self._shapes]
+        return [x.size for x in self.shapes]
 
     def _tell_narrow(self) -> None:
         """Warns of residuals that return a narrower dtype than `forward`."""
         wide = self.residuals.dtype
-        narrow = {x.dtype for x in self._shapes if x.size and x.dtype.itemsize < wide.itemsize}
+        narrow = {x.dtype for x in self.shapes if x.size and x.dtype.itemsize < wide.itemsize}
         if narrow:
             names = " and ".join(sorted(x.name for x in narrow))
             warn_user(
