@@ -356,7 +356,7 @@ def _by_width(data: Result) -> Iterator[Record]:
     """Yields dual steps beside that with a float64 Jacobian."""
     for width, rows in groups(data["widths"], "width").items():
         full = next(row["seconds"] for row in rows if row["jacobian"] == "float64")
-        for row in rows:
+        for row in sorted(rows, key=lambda row: row["seconds"]):
             size = f"{width}: {row['parameters']:,}, {row['rows']:,}"
             yield {**row, "size": size, "matrix": f"`{row['jacobian']}`", "full": full}
 
