@@ -124,8 +124,9 @@ def predict(report: Report, target: str, precisions: Any, step_of: Callable[[str
         told |= summary(Roofline(program.module).kernels(), CHIPS[target])
         return {**key, "temp_bytes": program.temp_bytes, **told}
 
+    keys = report.missing("steps", [{"precision": name} for name in precisions])
     with ThreadPoolExecutor(4) as pool:
-        for told in pool.map(predicted, ({"precision": name} for name in precisions)):
+        for told in pool.map(predicted, keys):
             report.record("steps", **told)
 
 
@@ -431,6 +432,8 @@ def run(report: Report, args: argparse.Namespace) -> None:
         step_of = partial(dual if args.dual else sized, quick=args.quick)
         if args.target:
             report.name = f"second_order-{name}{args.target}"
+            if args.resume:
+                report.resume("steps")
             predict(report, args.target, precisions, partial(step_of, kind=_Untold))
         else:
             report.name = f"second_order-{name}steps"

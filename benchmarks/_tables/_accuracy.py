@@ -124,7 +124,7 @@ second_order_step = Table(
 def _in_dual(data: Result) -> Iterator[Record]:
     """Yields for each dual step its seconds by kind of kernel, and those of the float64 step."""
     full = next(s["seconds"] for s in data["steps"] if s["precision"] == "float64")
-    for step in data["steps"]:
+    for step in sorted(data["steps"], key=lambda step: step["seconds"]):
         kinds = {kind: found["seconds"] for kind, found in step["by_kind"].items()}
         kinds["rest"] = sum(s for kind, s in kinds.items() if kind not in ("products", "layout"))
         matrix = step["precision"].rpartition("-")[2]

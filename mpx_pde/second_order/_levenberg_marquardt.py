@@ -183,7 +183,8 @@ class LevenbergMarquardt(eqx.Module):
         - `jacobian`: the precision of the Jacobian and of the products that make its Gram matrix,
             no wider than `forward`, which is the default: `"float16"`, `"bfloat16"`, `"float32"`,
             `"float64"`, or a split product such as `"bfloat16_x3"` for the Gram matrix of a float32
-            Jacobian. The low-rank method takes float64 or float32.
+            Jacobian. The low-rank method takes float64 or float32. For wide layers the dual method
+            is fastest in float64.
         - `method`: `"primal"`, `"dual"`, `"low_rank"`, or `"auto"` for that of the first two
             which takes fewer operations if its matrix fits into memory, and otherwise `"low_rank"`.
             In float64, the dual method is taken up to 1.3 times as many residuals as parameters.
