@@ -62,6 +62,19 @@ gc.freeze()
 gc.set_threshold(*gc.get_threshold()[:2], 1_000_000)
 
 
+def pytest_addoption(parser):
+    parser.addoption("--one-each", action="store_true", help="only the first case of each test")
+
+
+@pytest.hookimpl(trylast=True)  # of the cases that other options leave
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("one_each"):
+        first = {item.nodeid.split("[")[0]: item for item in reversed(items)}
+        kept = set(first.values())
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
+
+
 @pytest.fixture
 def unchecked_annotations():
     """Turns the hook off for wrong arguments, which it would reject before the package does."""
