@@ -79,7 +79,7 @@ def outer_products(flat: Flat, output: int | Constant, ndim: int) -> Outer | Non
             return None
         if step.name in ("add_any", "add"):
             waiting += [(y, axes) for y in step.inputs]
-        elif step.name == "convert_element_type":
+        elif step.name == "convert_element_type" and _is_real(step.eqn.invars[0]):
             waiting.append((step.inputs[0], axes))
         elif step.name == "transpose":
             turned = step.eqn.params["permutation"]
@@ -98,6 +98,11 @@ def _is_zero(x: int | Constant, step: Step | None) -> bool:
     if step is not None and step.name == "broadcast_in_dim":
         x = step.inputs[0]
     return isinstance(x, Constant) and x.number is not None and float(x.number) == 0
+
+
+def _is_real(atom: Any) -> bool:
+    """Returns whether a variable is real. The real part of a complex product is no product."""
+    return jnp.issubdtype(aval_of(atom).dtype, jnp.floating)
 
 
 def _outer_product(step: Step, axes: tuple[int, ...]) -> Outer | None:

@@ -122,13 +122,17 @@ def test_the_kernel_is_that_of_a_dense_jacobian(name, blocks, tile, monkeypatch)
 
 
 def test_a_weight_is_computed_as_a_whole_where_factors_do_not_pay():
-    """Of a convolution no gradient is an outer product, and narrow weights have too few entries."""
+    """Of a convolution no gradient is an outer product, nor of real weights of complex numbers, and
+    narrow weights have too few entries."""
     with jax.enable_x64(True):
         narrow = wide(eqx.nn.MLP(2, "scalar", 8, 2, jnp.tanh, key=jax.random.key(0)))
         assert rows_of(narrow, (by_hessian,))[1] is None
         convolution = wide(eqx.nn.Conv1d(1, 64, 2, key=jax.random.key(0)))
         total = lambda model, x: jnp.sum(jnp.tanh(model(x[None])))
         assert rows_of(convolution, (total,))[1] is None
+        waves = lambda x: jax.lax.complex(*jnp.tile(x, WIDTH).reshape(2, WIDTH))
+        total = lambda weight, x: jnp.abs(jnp.sum(weight.astype(waves(x).dtype) @ waves(x)))
+        assert rows_of(jnp.ones((WIDTH, WIDTH)), (total,))[1] is None
 
 
 @pytest.mark.slow
