@@ -262,7 +262,7 @@ def drawn(report: Report, steps: int, seeds: list[int], names: list[str]) -> Non
 
 # --- A wide network -------------------------------------------------------------------------
 
-SHARES = {500: 1 / 4, 1000: 1 / 4, 2000: 1 / 2}
+SHARES = {500: 1 / 6, 1000: 1 / 6, 2000: 1 / 4, 4000: 5 / 12}
 """The shares of the time in which a wide network is trained at so many points."""
 
 
