@@ -103,7 +103,7 @@ class LevenbergMarquardt(eqx.Module):
 
     The *dual* method, for more parameters than residuals, factorizes `J Jᵀ + damping` instead,
     because `v = -Jᵀ (J Jᵀ + damping)⁻¹ r`. With a float64 Jacobian its rows are in float64. The
-    gradient of a weight matrix of `m × n` entries is a sum of `s` outer products, of one for each
+    gradient of a weight matrix of `m × n` entries is a sum of `s` outer products, one for each
     derivative that passes through its layer. Where `s² (m + n) < m n`, products of rows are taken
     by these factors, and this part of `J` is not formed. With a narrower Jacobian the rows are in
     float32, their parts along up to 128 tracked directions stay in it, and what these leave is

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 from ..program._flat import Constant, Flat, Step, evaluated, flatten, merged, needed, read
 from ..program._jaxpr import aval_of, own_bind
 from ..program._plain import plain
+from ._residuals import unit_cotangents
 
 
 _TILE, _TILES = 2**9, 2**6
@@ -202,10 +203,12 @@ class RowProgram:
     **Attributes:**
 
     - `flat`: takes the arrays of an example and a cotangent of the residual.
-    - `outer`: for each array of the gradient the outer products that it is the sum of, or `None`.
+    - `shapes`: those of the arrays of the gradient.
+    - `outer`: for each of them the outer products that it is the sum of, or `None`.
     """
 
     flat: Flat
+    shapes: tuple[tuple[int, ...], ...]
     outer: tuple[Outer | None, ...]
 
     @classmethod
@@ -214,10 +217,11 @@ class RowProgram:
         # Written out are checkpoints, too: what they would compute again are factors.
         closed = jax.make_jaxpr(plain(gradient))(*args)
         flat = merged(flatten(closed, forward_mode=False))
+        shapes = tuple(aval.shape for aval in closed.out_avals)
         if closed.effects:
-            return cls(flat, (None,) * len(flat.outputs))
-        pairs = zip(flat.outputs, closed.out_avals, strict=True)
-        return cls(flat, tuple(outer_products(flat, x, aval.ndim) for x, aval in pairs))
+            return cls(flat, shapes, (None,) * len(shapes))
+        pairs = zip(flat.outputs, shapes, strict=True)
+        return cls(flat, shapes, tuple(outer_products(flat, x, len(s)) for x, s in pairs))
 
     def __call__(self, sizes: Sequence[Size | None], *args: Any) -> list[Any]:
         """Returns the arrays of the gradient. Those that have a size are pairs of matrices with a
@@ -250,13 +254,11 @@ class FactoredRows:
 
     - `programs`: that of a row of each residual.
     - `seeds`: the shape of each residual at an example.
-    - `shapes`: those of the arrays of the gradient.
     - `sizes`: of the factors of each array, or `None` if it is computed as a whole.
     """
 
     programs: tuple[RowProgram, ...]
     seeds: tuple[jax.ShapeDtypeStruct, ...]
-    shapes: tuple[jax.ShapeDtypeStruct, ...]
     sizes: tuple[Size | None, ...]
 
     @classmethod
@@ -268,14 +270,18 @@ class FactoredRows:
         programs = tuple(map(RowProgram.of, gradients, examples, seeds))
         sizes = [Size.of(each) for each in zip(*(p.outer for p in programs), strict=True)]
         sizes = tuple(size if size is not None and size.pays else None for size in sizes)
-        shapes = tuple(jax.eval_shape(gradients[0], examples[0], seeds[0]))
-        return cls(programs, tuple(seeds), shapes, sizes) if any(sizes) else None
+        return cls(programs, tuple(seeds), sizes) if any(sizes) else None
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Returns the shapes of the arrays of the gradient, the same for each residual."""
+        return self.programs[0].shapes
 
     @property
     def whole(self) -> int:
         """Returns the number of entries of a row that are computed as a whole."""
         pairs = zip(self.shapes, self.sizes, strict=True)
-        return sum(math.prod(x.shape) for x, size in pairs if size is None)
+        return sum(math.prod(shape) for shape, size in pairs if size is None)
 
     @property
     def entries(self) -> int:
@@ -299,8 +305,7 @@ class FactoredRows:
         """Returns the rows of a residual: entries, and factors with rows along the first axis."""
 
         def one(x, weight, entries):
-            entries = jnp.arange(seed.size) if entries is None else entries
-            seeds = jax.nn.one_hot(entries, seed.size, dtype=seed.dtype) * weight
+            seeds = unit_cotangents(entries, seed) * weight
             return jax.vmap(lambda cotangent: program(self.sizes, x, cotangent))(seeds)
 
         with jax.default_matmul_precision("highest"):
@@ -315,10 +320,10 @@ class FactoredRows:
     def in_line(self, whole: Float[Array, " whole"], factored: Sequence[Array]) -> Array:
         """Returns a value for each entry of a row, in the order of its arrays."""
         begin, values, others = 0, [], iter(factored)
-        for x, size in zip(self.shapes, self.sizes, strict=True):
+        for shape, size in zip(self.shapes, self.sizes, strict=True):
             if size is None:
-                values.append(whole[begin : begin + math.prod(x.shape)])
-                begin += math.prod(x.shape)
+                values.append(whole[begin : begin + math.prod(shape)])
+                begin += math.prod(shape)
             else:
                 values.append(next(others).ravel())
         return jnp.concatenate(values)

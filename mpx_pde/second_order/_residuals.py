@@ -128,9 +128,7 @@ class Residuals(eqx.Module):
 
             def one(x, weight, entries, fun=fun):
                 r, pull = self._pulled(fun, params, static, x)
-                entries = jnp.arange(r.size) if entries is None else entries
-                # Zero for what fills up, an entry behind the last.
-                seeds = jax.nn.one_hot(entries, r.size, dtype=r.dtype) * scale.astype(r.dtype)
+                seeds = unit_cotangents(entries, r) * scale.astype(r.dtype)
                 (pulled,) = jax.vmap(pull)(seeds)
                 rows = lambda g: g.reshape(len(g), math.prod(g.shape[1:]))  # `g` may be empty
                 flat = [rows(g).astype(dtype) for g in jtu.tree_leaves(pulled)]
@@ -166,6 +164,13 @@ class Residuals(eqx.Module):
         with without_halves(), noting(note, Exception), noting_the_terms():
             out = fun(eqx.combine(wide, static), x)
         return _as_vector(out)
+
+
+def unit_cotangents(entries: Array | None, residual: Any) -> Float[Array, "entries all"]:
+    """Returns a cotangent for each of the entries of a residual at one example, or for all. It is
+    zero for what fills up, an entry behind the last."""
+    entries = jnp.arange(residual.size) if entries is None else entries
+    return jax.nn.one_hot(entries, residual.size, dtype=residual.dtype)
 
 
 class Linearized:

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import in_float64
 
 import mpx_pde as mpx
 from mpx_pde.second_order import _outer
@@ -17,12 +18,8 @@ from mpx_pde.second_order._residuals import Linearized
 WIDTH, SLOW = 80, pytest.mark.slow
 
 
-def wide(model):
-    return jax.tree.map(lambda x: x.astype("float64") if eqx.is_inexact_array(x) else x, model)
-
-
 def mlp():
-    return wide(eqx.nn.MLP(2, "scalar", WIDTH, 2, jnp.tanh, key=jax.random.key(0)))
+    return in_float64(eqx.nn.MLP(2, "scalar", WIDTH, 2, jnp.tanh, key=jax.random.key(0)))
 
 
 def value(model, x):
@@ -83,7 +80,7 @@ CASES = {
     "several entries": (mlp, (several, value), 2),
     "checkpoint": (mlp, (checkpointed,), 6),
     "CoordinateMLP": (
-        lambda: wide(mpx.nn.CoordinateMLP(2, 1, WIDTH, 2, key=jax.random.key(0))),
+        lambda: in_float64(mpx.nn.CoordinateMLP(2, 1, WIDTH, 2, key=jax.random.key(0))),
         (by_laplacian, value),
         4,
     ),
@@ -122,12 +119,12 @@ def test_the_kernel_is_that_of_a_dense_jacobian(name, blocks, tile, monkeypatch)
 
 
 def test_a_weight_is_computed_as_a_whole_where_factors_do_not_pay():
-    """Of a convolution no gradient is an outer product, nor of real weights of complex numbers, and
-    narrow weights have too few entries."""
+    """Gradients of convolutions, and of real weights of complex numbers, are no outer products.
+    Narrow weights have too few entries."""
     with jax.enable_x64(True):
-        narrow = wide(eqx.nn.MLP(2, "scalar", 8, 2, jnp.tanh, key=jax.random.key(0)))
+        narrow = in_float64(eqx.nn.MLP(2, "scalar", 8, 2, jnp.tanh, key=jax.random.key(0)))
         assert rows_of(narrow, (by_hessian,))[1] is None
-        convolution = wide(eqx.nn.Conv1d(1, 64, 2, key=jax.random.key(0)))
+        convolution = in_float64(eqx.nn.Conv1d(1, 64, 2, key=jax.random.key(0)))
         total = lambda model, x: jnp.sum(jnp.tanh(model(x[None])))
         assert rows_of(convolution, (total,))[1] is None
         waves = lambda x: jax.lax.complex(*jnp.tile(x, WIDTH).reshape(2, WIDTH))
@@ -146,13 +143,11 @@ def test_a_residual_with_effects_is_evaluated_as_it_is():
     with jax.enable_x64(True):
         at, rows = rows_of(mlp(), (told,))
         assert rows is None
-        after = [
-            optimizer.update(mlp(), optimizer.init(mlp()), at.batches)[1].loss
-            for optimizer in (
-                mpx.LevenbergMarquardt(fun, forward="float64", method="dual")
-                for fun in ((told,), (value,))
-            )
-        ]
+        losses = []
+        for fun in (told, value):
+            optimizer = mpx.LevenbergMarquardt(fun, forward="float64", method="dual")
+            _, state = optimizer.update(mlp(), optimizer.init(mlp()), at.batches)
+            losses.append(state.loss)
     assert seen
     # A step by rows and one by factors, which round differently.
-    np.testing.assert_allclose(*after, rtol=1e-8)
+    np.testing.assert_allclose(*losses, rtol=1e-8)
