@@ -427,48 +427,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(report: Report, args: argparse.Namespace) -> None:
+    def begin(name: str, section: str) -> None:
+        """Names the file, and keeps what a section of it has if that is asked for."""
+        report.name = f"second_order-{name}"
+        if args.resume:
+            report.resume(section)
+
     if args.target or args.time:
         name, precisions = ("dual-", IN_DUAL) if args.dual else ("", COMPILED)
         step_of = partial(dual if args.dual else sized, quick=args.quick)
         if args.target:
-            report.name = f"second_order-{name}{args.target}"
-            if args.resume:
-                report.resume("steps")
+            begin(f"{name}{args.target}", "steps")
             predict(report, args.target, precisions, partial(step_of, kind=_Untold))
         else:
             report.name = f"second_order-{name}steps"
             measure(report, args.time, precisions, step_of)
         return
     if args.methods:
-        report.name = "second_order-methods"
-        if args.resume:
-            report.resume("methods")
+        begin("methods", "methods")
         compare(report, args.methods, args.quick)
         return
     if args.widths:
-        report.name = "second_order-widths"
-        if args.resume:
-            report.resume("widths")
+        begin("widths", "widths")
         by_width(report, args.widths, args.quick)
         return
     for name, trains in {"narrow": narrow, "draws": drawn, "dampings": tried}.items():
         if steps := getattr(args, name):
-            report.name = f"second_order-{name}"
-            if args.resume:
-                report.resume(name)
+            begin(name, name)
             problems_of = args.problems or list(SMALL)
             trains(report, steps, args.seeds, problems_of[: 1 if args.quick else None])
             return
     if args.wide:
-        report.name = "second_order-wide"
-        if args.resume:
-            report.resume("wide")
+        begin("wide", "wide")
         wide(report, args.wide, args.seeds, args.quick)
         return
     if args.race:
-        report.name = "second_order-race"
-        if args.resume:
-            report.resume("race")
+        begin("race", "race")
         names = args.problems or list(PROBLEMS)
         rivals = args.rivals or [*OURS, *_rivals.RIVALS]
         race(report, args.race, args.seeds, names[: 1 if args.quick else None], rivals, args.quick)
