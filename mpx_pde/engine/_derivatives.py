@@ -35,6 +35,7 @@ from .taylor._known import folded, only_moves
 from .taylor._moments import with_moments
 from .taylor._plan import Index, Plan, sum_key
 from .taylor._rules import Rules, aligned
+from .taylor._shifts import with_shifts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +144,7 @@ class Derivatives(AbstractEvaluator[StreamRoles]):
         """
         flat = with_references_inside(flatten(closed, forward_mode=True))
         env, stages = entering(flat, operands)
-        flat = with_moments(flat, stages, by_deviations=self.product.open)
+        flat = with_shifts(with_moments(flat, stages, by_deviations=self.product.open), stages)
         plan, narrow = self.rules.algebra.plan, {flat.inputs[i] for i in halves}
         roles = roles_of(
             flat,

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,6 +15,9 @@ from ._jaxpr import aval_of
 
 Sum = tuple[int, tuple[int, ...]]
 """A sum: the variable, and the axes that it is taken over."""
+
+Axes = Sequence[int | None]
+"""The axes of an array that each axis of another one stands for; `None` for an axis of its own."""
 
 
 def with_deviations_once(flat: Flat) -> Flat:
@@ -62,28 +65,43 @@ def deviations(step: Step, made: Mapping[int, Step]) -> Sum | None:
     return (x, axes) if (not axes_left or there) and rest <= set(axes_left) else None
 
 
+def axes_after(step: Step, axes: Axes) -> Axes | None:
+    """Returns what the axes of a value stand for after a step that leaves all of its numbers, but
+    for their signs, as they are; `None` after another step."""
+    params = step.eqn.params
+    if step.name in tables.CASTS | tables.NEGATIONS | (tables.CHOICES & tables.POSITIVE):
+        return axes
+    if step.name == "squeeze":
+        return [k for i, k in enumerate(axes) if i not in params["dimensions"]]
+    if step.name != "broadcast_in_dim" or len(step.inputs) != 1:
+        return None
+    sizes = aval_of(step.eqn.invars[0]).shape, params["shape"]
+    places = zip(params["broadcast_dimensions"], axes, sizes[0], strict=True)
+    of = {i: k for i, k, size in places if size == sizes[1][i]}
+    return [of.get(i) for i in range(len(sizes[1]))]
+
+
 def _mean_of(
     k: int | Constant, of: int, shape: tuple[Any, ...], made: Mapping[Any, Step]
-) -> tuple[tuple[int, ...], list[int | None]] | None:
+) -> tuple[tuple[int, ...], Axes] | None:
     """Returns the axes of the mean of a variable, and the axis of the variable that each axis of
     the mean stands for; `None` for another value."""
-    moves: list[Any] = []
+    moves: list[Step] = []
     number: Any = None
     while (step := made.get(k)) is not None:
         name, where = step.name, summed(step)
         if name == "broadcast_in_dim" and len(step.inputs) == 1:
-            moves.append(step.eqn.params)
+            moves.append(step)
         elif name in tables.DIVISIONS and number is None:
             number = _number(step.inputs[1])
         elif where is not None and where[0] == of:
             count = math.prod(shape[i] for i in where[1])
             if number != count or count == 1:
                 return None
-            axes_left: list[int | None] = [i for i in range(len(shape)) if i not in where[1]]
-            for params in reversed(moves):
-                places = dict(zip(params["broadcast_dimensions"], axes_left, strict=True))
-                axes_left = [places.get(i) for i in range(len(params["shape"]))]
-            return where[1], axes_left
+            axes_left: Axes | None = [i for i in range(len(shape)) if i not in where[1]]
+            for move in reversed(moves):
+                axes_left = None if axes_left is None else axes_after(move, axes_left)
+            return None if axes_left is None else (where[1], axes_left)
         else:
             return None
         k = step.inputs[0]

@@ -146,13 +146,16 @@ _ROWS = (
     _row("abs", "elementwise", "operands", _CHEAP, "choice pointwise accurate positive"),
     # Functions whose arguments or results leave the range of float16. Some magnify earlier rounding
     # errors.
-    _row("exp", "elementwise", "float32", _GROWS, "magnifies pointwise positive decays"),
+    _row(
+        "exp", "elementwise", "float32", _GROWS, "magnifies pointwise positive decays exponential"
+    ),
     _row("exp2", "elementwise", "float32", _GROWS, "magnifies pointwise positive"),
     _row("expm1", "elementwise", "float32", _GROWS, "magnifies pointwise"),
     _row("sinh", "elementwise", "float32", _GROWS, "pointwise"),
     _row("cosh", "elementwise", "float32", _GROWS, "pointwise positive"),
     _row("integer_pow", "elementwise", "float32", _GROWS, "pointwise accurate distance"),
-    _row("log log2 log1p", "elementwise", "float32", _NEAR, "magnifies pointwise near logarithm"),
+    _row("log", "elementwise", "float32", _NEAR, "magnifies pointwise near logarithm natural"),
+    _row("log2 log1p", "elementwise", "float32", _NEAR, "magnifies pointwise near logarithm"),
     _row("tan acos asin acosh atanh erf_inv", "elementwise", "float32", _NEAR, "pointwise near"),
     _row("asinh", "elementwise", "float32", "its argument may be large", "pointwise accurate odd"),
     _row("pow", "elementwise", "float32", _GROWS, "magnifies broadcasts pointwise distance"),
@@ -255,6 +258,7 @@ _ROWS = (
     _row("broadcast_like summed_apart forward_only", "linear", "program", _OURS),
     _row("moments", "nested", "float32", _OURS, "sum", rule="moments"),
     _row("squares_about_mean", "nested", "float32", _OURS, "sum", rule="squares_about_mean"),
+    _row("shift_to_largest", "selection", "operands", _OURS, rule="shift"),
     _row("derivative_tap", "nested", "program", _TAP, "derivative"),
     _row("derivative_count", "nested", "program", _TAP),
     # Containers.
@@ -428,6 +432,11 @@ NEAR = _with("near")
 """Functions that take the distance of their operand to a nonzero number."""
 
 LOGARITHMS = _with("logarithm")
+
+EXPONENTIALS = _with("exponential")
+"""The exponential function, and in `NATURAL` its inverse."""
+
+NATURAL = _with("natural")
 
 CHOICES = _with("choice")
 """Operations that return one of their operands, but for its sign. A product that goes through one

@@ -35,7 +35,7 @@ from ._jets import (
     total,
 )
 from ._plan import Index
-from ._together import broadcast_like, joined
+from ._together import broadcast_like, joined, sum_together
 from ._univariate import CLOSED, atan_at_zero, closed_derivatives, nested_derivatives
 
 
@@ -107,6 +107,20 @@ class Rules:
         along = lambda args: pushed(*match_varying_axes(*args, *values)[: len(args)])
         jets = [operands[i] for i in at]
         return self._by_stream(primals, jets, lambda key: self._mapped(along, jets, key))
+
+    def shift(self, eqn, operands):
+        """Returns zeros with the streams of the largest entries.
+
+        An entry that equals the largest need not exist in a compiled program, which may compute
+        entries once for the comparison and again, with other roundings, for the largest. There is
+        always a place of the largest.
+        """
+        (x,), axes = operands, eqn.params["axes"]
+        largest = _at_largest(lax.stop_gradient(x.primal), axes)
+        behind = [i - x.primal.ndim for i in axes]
+        chosen = [jnp.where(largest, s, 0) for s in x.streams.values()]
+        zeros = jnp.zeros(aval_of(eqn.outvars[0]).shape, x.primal.dtype)
+        return [Jet(zeros, dict(zip(x.streams, sum_together(chosen, behind), strict=True)))]
 
     def _by_stream(self, primals, operands, along: Callable[[Index], Sequence[Any]]) -> list[Jet]:
         """Returns results, each stream of which depends on that stream of the operands alone."""
@@ -301,6 +315,17 @@ class Rules:
         return [self._closed("logaddexp", x, other)]
 
 
+def _at_largest(x: Any, axes: Sequence[int]) -> Any:
+    """Returns where the largest entries of an array over axes are, the first of equal ones."""
+    rest = [n for i, n in enumerate(x.shape) if i not in axes]
+    over = [x.shape[i] for i in axes]
+    first = jnp.moveaxis(x, axes, range(len(axes))).reshape(math.prod(over), *rest)
+    place = jnp.argmax(first, axis=0)
+    places = np.arange(math.prod(over)).reshape(over)
+    others = [i for i in range(x.ndim) if i not in axes]
+    return np.expand_dims(places, others) == jnp.expand_dims(place, axes)
+
+
 def _moving(operands: Sequence[Operand]) -> list[int]:
     """Returns the positions of the operands that depend on the point."""
     return [i for i, x in enumerate(operands) if isinstance(x, Jet)]
@@ -364,6 +389,7 @@ JET_RULES: dict[str, JetRule] = {
     "atan2": JetRule(Rules._atan2),
     "moments": JetRule(Rules.moments),
     "squares_about_mean": JetRule(Rules.squares_about_mean),
+    "shift": JetRule(Rules.shift),
     "elementwise": JetRule(
         Rules._elementwise, _is_closed, JetRule(Rules._nested_elementwise, _is_of_one)
     ),
