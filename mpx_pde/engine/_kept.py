@@ -19,7 +19,7 @@ from ..program._rebind import bodies_in, carried_by
 from ._facts import COMPUTED, MASTER, Fact, Facts, can_round, facts_of
 from ._minimum_cut import chosen
 from ._of_loss import Cotangent, OfLoss
-from ._shares import shares_of
+from ._shares import shares_of, weighted
 from ._signs import Numbers
 
 
@@ -94,6 +94,8 @@ def passes_of(
     }
     read = _read_exactly(backward, wanted.keys() - inside, moves)
     exact = set(variables([wanted[k] for k in read]))
+    means = set[int]().union(*_before_moves(weighted(forward, facts), facts))
+    exact |= means
 
     def narrows(x: int) -> bool:
         fact = facts.of[x]
@@ -113,7 +115,8 @@ def passes_of(
         width = half.itemsize if rounds(x) else getattr(avals[x].dtype, "itemsize", 8)
         return entries_of(avals[x]) * width
 
-    whole = (exact - moved).union(facts.leaving)
+    of_means = {x for x in means if means.issuperset(facts.operands.get(x, (None,)))}
+    whole = (exact - moved - of_means).union(facts.leaving)
     operands = {x: some for x, some in facts.operands.items() if x not in whole}
     again = (shares.sums | shares.guarded) - whole
     operands.update((x, facts.made[x].variables) for x in again)

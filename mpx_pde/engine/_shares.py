@@ -6,7 +6,7 @@ terms are kept in place of them, and with these the sum of the rounded terms. Th
 logarithm of a sum has shares, too.
 """
 
-from collections.abc import Callable, Set as AbstractSet
+from collections.abc import Callable, Mapping, Set as AbstractSet
 from typing import NamedTuple
 
 from ..program import _tables as tables
@@ -71,3 +71,47 @@ def _guards(step: Step, facts: Facts) -> bool:
     if step.name in tables.ADDITIONS - tables.SUBTRACTIONS:
         return any((facts.signs.number(x) or 0) > 0 for x in step.inputs)
     return step.name in tables.MAXIMA | (tables.CHOICES & tables.POSITIVE)
+
+
+def weighted(flat: Flat, facts: Facts) -> set[int]:
+    """Returns positive weights, what they multiply, and the sums of both, wherever a program
+    divides by a sum of weights and has a sum of their products.
+
+    The derivative of a share w / Σ w, with w = exp(y), is the share times y' - Σ w y' / Σ w. It is
+    nearly 0 where the share is nearly 1. So the mean must be that of the same y' and the same w.
+    """
+    sums = (where[0] for step in flat.steps if (where := summed(step)) is not None)
+    weights = {x for x in sums if facts.signs.sign(x) == (1, 1)}
+    degrees, factors = dict.fromkeys(weights, 1.0), set[int]()
+    divides = sums_products = False
+    for step in flat.steps:
+        given = {degrees[x] for x in step.variables if x in degrees}
+        if not given or len(step.outputs) != 1 or weights.issuperset(step.outputs):
+            continue
+        found = _degree_after(step, degrees)
+        (out,) = step.outputs
+        if found:
+            degrees[out] = found
+        if summed(step) is not None:
+            sums_products |= weights.isdisjoint(step.variables)
+        elif step.name in tables.MULTIPLICATIONS:
+            factors.update(step.variables)
+        divides |= step.name in tables.LOGARITHMS | tables.DIVISIONS or (found or 0) < 0
+    if not (divides and sums_products):
+        return set()
+    out = degrees.keys() | factors
+    for step in reversed(flat.steps):
+        if step.name in tables.SAME and not out.isdisjoint(step.outputs):
+            out.update(step.variables)
+    return out
+
+
+def _degree_after(step: Step, degrees: Mapping[int, float]) -> float | None:
+    """Returns the power of the weights that the result of a step is proportional to; `None` if
+    there is none."""
+    given = [degrees.get(x, 0.0) if isinstance(x, int) else 0.0 for x in step.inputs]
+    if summed(step) is not None or step.name in tables.SAME | tables.NEGATIONS:
+        return given[0]
+    if step.name in tables.ADDITIONS:
+        return given[0] if len({*given}) == 1 else None
+    return None if step.name in tables.PRODUCTS else step.exponent(given)

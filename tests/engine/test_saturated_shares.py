@@ -124,16 +124,28 @@ def test_derivatives_where_a_share_is_nearly_one(name):
             np.testing.assert_allclose(got_k, want[k][:, i], rtol=1e-4, atol=least, err_msg=u + k)
 
 
+BY = {
+    "partials": lambda f, p: mpx.partials(f, ["u_xxy"], coords="xy", outputs="u")(p)["u_xxy"],
+    "jvp": lambda f, p: along(f, (0,))(p),
+    "jvp of jvp of jvp": lambda f, p: along(f, (0, 0, 1))(p),
+    "grad": lambda f, p: jax.grad(f)(p),
+    "hessian": lambda f, p: jax.hessian(f)(p),
+    "grad of a logarithm": lambda f, p: jax.grad(lambda p: jnp.log(f(p) + 2))(p),
+}
+
+
 @pytest.mark.filterwarnings("ignore:.*is done in half")  # the product with the point is not
 @pytest.mark.parametrize("half", HALVES)
-def test_a_loss_of_them_keeps_their_size(half):
-    """Rounded as the rule of a quotient takes them, kept streams would be some thousand times the
+@pytest.mark.parametrize(
+    "by", [x if x in ("partials", "grad") else pytest.param(x, marks=pytest.mark.slow) for x in BY]
+)
+def test_a_loss_of_them_keeps_their_size(by, half):
+    """Rounded as the rule of a quotient takes them, kept values would be some thousand times the
     derivatives that are left of them."""
 
     def loss(weights, shares, points):
-        f = lambda p: jnp.vdot(weights["mixed"], shares(p @ weights["first"] / 0.15))
-        term = lambda p: mpx.partials(f, ["u_xxy"], coords="xy", outputs="u")(p)["u_xxy"]
-        return jnp.mean(jax.vmap(term)(points) ** 2)
+        f = lambda p: jnp.vdot(weights["mixed"], shares(p @ weights["first"] / 0.3))
+        return jnp.mean(jax.vmap(lambda p: BY[by](f, p))(points) ** 2)
 
     weights = {"first": jnp.asarray(WEIGHT, "float32"), "mixed": jnp.array([0.4, -1.1, 0.7, 0.2])}
     got = jax.jit(step_of(lambda w, p: loss(w, jax.nn.softmax, p), half))
