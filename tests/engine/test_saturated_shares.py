@@ -169,6 +169,8 @@ OTHERS = {
     ),
     "each pair": lambda e: e[:, None] / e,
     "a product": lambda e: (jnp.asarray(WEIGHT, e.dtype) @ e) / jnp.sum(e),
+    "only compared": lambda e: jnp.where(e > 1, 2.0, 1.0),
+    "no sum": lambda e: jnp.log(2 * e),
     "chosen": lambda e: jnp.where(e > 1, e, 1) / jnp.sum(e),
 }
 
@@ -178,3 +180,14 @@ def test_what_a_shift_would_change_stays(name):
     closed = jax.make_jaxpr(lambda y: OTHERS[name](jnp.exp(y)))(jnp.ones(4))
     flat = flatten(closed, forward_mode=True)
     assert with_shifts(flat, flat.inputs) is flat
+
+
+def test_magnitudes_of_complex_exponentials():
+    def magnitudes(y):
+        e = jnp.abs(jnp.exp(lax.complex(y, 2 * y)))
+        return (e / jnp.sum(e))[0]
+
+    f = lambda p: magnitudes(exponents(p) / 20)
+    p = jnp.asarray(POINTS[0], "float32")
+    got = jax.jit(mpx.partials(f, ["u_xy"], coords="xy", outputs="u"))(p)["u_xy"]
+    np.testing.assert_allclose(got, jax.jit(jax.hessian(f))(p)[0, 1], rtol=1e-5)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
 
@@ -54,7 +55,8 @@ def with_shifts(flat: Flat, moving: Collection[int]) -> Flat:
     depends = dependent(flat, moving)
     uses: dict[int, _Use] = {}
     for step in flat.steps:
-        if step.name in tables.EXPONENTIALS and depends.issuperset(step.outputs):
+        real = jnp.issubdtype(aval_of(step.eqn.outvars[0]).dtype, jnp.floating)
+        if real and step.name in tables.EXPONENTIALS and depends.issuperset(step.outputs):
             use = _use_of(step, flat)
             uses.update({} if use is None else {step.outputs[0]: use})
     if not uses:
@@ -169,7 +171,7 @@ def _use_of(exponential: Step, flat: Flat) -> _Use | None:
         if len(places) > 1 or None in places:
             return None
     kept = not grown.keys().isdisjoint(variables(flat.outputs))
-    return None if kept else _Use(tuple(sorted(over)), logarithms)
+    return _Use(tuple(sorted(over)), logarithms) if over and not kept else None
 
 
 def _degree_after(
