@@ -55,9 +55,9 @@ def with_shifts(flat: Flat, moving: Collection[int]) -> Flat:
     depends = dependent(flat, moving)
     uses: dict[int, _Use] = {}
     for step in flat.steps:
-        real = jnp.issubdtype(aval_of(step.eqn.outvars[0]).dtype, jnp.floating)
-        if real and step.name in tables.EXPONENTIALS and depends.issuperset(step.outputs):
-            use = _use_of(step, flat)
+        if step.name in tables.EXPONENTIALS and depends.issuperset(step.outputs):
+            real = jnp.issubdtype(aval_of(step.eqn.outvars[0]).dtype, jnp.floating)
+            use = _use_of(step, flat) if real else None
             uses.update({} if use is None else {step.outputs[0]: use})
     if not uses:
         return flat
