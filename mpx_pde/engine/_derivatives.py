@@ -306,7 +306,7 @@ class Derivatives(AbstractEvaluator[StreamRoles]):
         asked = asks_what_moves(eqn)
         moves = [i for i, x in enumerate(step.inputs) if asked and x in roles.moving]
         self._record(step, "nested", "no rule: by nested forward mode")
-        return self.rules.algebra.nested(own, operands, moves)
+        return self.rules.algebra.nested(own, operands, moves, in_turn=name in tables.CUSTOM)
 
     def _multiplied(self, step: Step, operands: list[Any], roles: StreamRoles) -> list[Any]:
         operands = roles.needed(step, operands)

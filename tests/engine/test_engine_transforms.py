@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from helpers import over_devices, relative
 from jax.sharding import PartitionSpec as P
-from program_functions import newton, own
+from program_functions import newton, own, tilted
 
 import mpx_pde as mpx
 
@@ -135,6 +135,18 @@ def test_the_report_names_functions_without_a_closed_form():
     assert {e.line for e in report.nested_elementwise[:3]} >= {line}
     assert report.nested == ()
     assert str(report).count("nested forward mode, entry by entry") == 4
+
+
+@pytest.mark.parametrize("term", ["u_xxx", "u_xxy", "u_xyyy"])
+def test_a_rule_that_is_no_derivative_is_applied_in_the_order_of_the_directions(term):
+    """Its third derivative depends on the order in which a bend and a slope are directions."""
+    fun = lambda p: jnp.sum(tilted(jnp.sin(p[0] * jnp.arange(1.0, 5.0)) * jnp.cos(p[1])) ** 2)
+    nested = fun
+    for d in (jnp.eye(2)["xy".index(c)] for c in term[2:]):
+        nested = lambda p, f=nested, d=d: jax.jvp(f, (p,), (d,))[1]
+    p = jnp.array([0.463, 0.7])
+    got = jax.jit(mpx.partials(fun, [term], coords="xy", outputs="u"))(p)[term]
+    np.testing.assert_allclose(got, jax.jit(nested)(p), rtol=1e-5)
 
 
 @pytest.mark.parametrize("samples", [1, 3])

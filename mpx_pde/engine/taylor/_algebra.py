@@ -160,7 +160,11 @@ class Algebra:
         return max(orders) if x.streams else 0
 
     def nested(
-        self, fun: Callable[..., list], operands: Sequence[Operand], moving: Collection[int] = ()
+        self,
+        fun: Callable[..., list],
+        operands: Sequence[Operand],
+        moving: Collection[int] = (),
+        in_turn: bool = False,
     ) -> list[Jet]:
         """Returns the results of `fun`, a function of arrays, with their streams, by the formula of
         Faà di Bruno. The derivatives of `fun` along streams of the operands are taken by nested
@@ -168,6 +172,7 @@ class Algebra:
 
         Operands at the positions `moving` get zeros for streams that they lack, because `fun` may
         ask which of its operands move. The others are held fixed along streams that they lack.
+        `in_turn` tells that the order of directions may matter (see `chains`).
         """
         at = [i for i, x in enumerate(operands) if isinstance(x, Jet) and is_inexact(x.primal)]
         jets = [operands[i] for i in at]
@@ -195,7 +200,8 @@ class Algebra:
             return self.plan.each(derivative, blocks[:1])(directions)
 
         def curved(k, index):
-            for count, blocks in (term for terms in chains(index).values() for term in terms):
+            orders = chains(index, in_turn).values()
+            for count, blocks in (term for terms in orders for term in terms):
                 found = along(*blocks)
                 if found is not None:
                     yield count, found[k]

@@ -120,14 +120,20 @@ def _partitions(items: list[int]) -> Iterator[list[list[int]]]:
 
 
 @cache
-def chains(index: Index) -> dict[int, tuple[tuple[int, tuple[Index, ...]], ...]]:
+def chains(
+    index: Index, in_turn: bool = False
+) -> dict[int, tuple[tuple[int, tuple[Index, ...]], ...]]:
     """Returns the terms of the formula of Faà di Bruno, except the linear one, by the order of the
-    outer derivative. Each term is a count, and the inner streams that are multiplied."""
-    found = Counter(
-        tuple(sorted(tuple(sorted(block)) for block in blocks))
-        for blocks in _partitions(list(index))
-        if len(blocks) > 1
-    )
+    outer derivative. Each term is a count, and the inner streams that are multiplied.
+
+    If `in_turn`, they are in the order in which nested derivatives take them as directions. This
+    matters for a rule of the user's that is not the derivative of any function."""
+    found = Counter[tuple[Index, ...]]()
+    for blocks in _partitions(list(range(len(index)))):
+        if len(blocks) > 1:
+            # A block becomes a direction with its first derivative.
+            streams = [tuple(sorted(index[i] for i in block)) for block in sorted(blocks, key=min)]
+            found[tuple(streams if in_turn else sorted(streams))] += 1
     out: dict[int, list] = {}
     for blocks, times in found.items():
         out.setdefault(len(blocks), []).append((times, blocks))
