@@ -41,7 +41,7 @@ class _Grown(NamedTuple):
 
 
 class _Use(NamedTuple):
-    """What a program makes of exponentials: the axes that they are summed over, and the results
+    """The use of exponentials in a program: the axes that they are summed over, and the results
     that are logarithms, with their operands."""
 
     over: tuple[int, ...]
@@ -52,12 +52,12 @@ def with_shifts(flat: Flat, moving: Collection[int]) -> Flat:
     """Returns a program that computes the same values. The exponents of exponentials that depend on
     `moving` variables have derivatives relative to those of the largest, if no other derivative
     changes by this."""
-    depends = dependent(flat, moving)
+    depends, made = dependent(flat, moving), flat.made
     uses: dict[int, _Use] = {}
     for step in flat.steps:
         if step.name in tables.EXPONENTIALS and depends.issuperset(step.outputs):
             real = jnp.issubdtype(aval_of(step.eqn.outvars[0]).dtype, jnp.floating)
-            use = _use_of(step, flat) if real else None
+            use = _use_of(step, flat, made) if real else None
             uses.update({} if use is None else {step.outputs[0]: use})
     if not uses:
         return flat
@@ -128,14 +128,14 @@ def _traced(
     return steps, renamed(flat.outputs, same)
 
 
-def _use_of(exponential: Step, flat: Flat) -> _Use | None:
+def _use_of(exponential: Step, flat: Flat, made: Mapping[int, Step]) -> _Use | None:
     """Returns what a program makes of exponentials; `None` if a shift of their exponents would
     change a derivative in another way than that of a logarithm.
 
     It follows what is homogeneous: exp(y + c) = exp(c) exp(y), the degree of a product is the sum
     of those of its factors, and a quotient of two values of one degree does not depend on c.
     """
-    shape, made = aval_of(exponential.eqn.outvars[0]).shape, flat.made
+    shape = aval_of(exponential.eqn.outvars[0]).shape
     grown = {exponential.outputs[0]: _Grown(1.0, range(len(shape)))}
     over, logarithms = set[int](), dict[int, _Grown]()
     together: list[list[Axes]] = []
